@@ -64,13 +64,7 @@ class GradientBackend(Protocol):
 
 
 class Backend(Protocol):
-    """A way to compute the same learner: its model in parts, and the sums for an objective.
-
-    Attributes:
-        frozen: what of the model is not trained.
-        vocab: the shards of the head's vocabulary over the tensor ranks.
-        replicas: compares copies of the learner's state.
-    """
+    """A way to compute the same learner: its model in parts (`frozen` is not trained), and the sums for an objective."""
 
     frozen: nnx.State
     vocab: VocabShards
@@ -86,8 +80,6 @@ class Backend(Protocol):
 
 
 class GivesParams(Backend):
-    """A backend that gives its first parameters away."""
-
     _params: nnx.State | None
 
     def take_params(self) -> nnx.State:

@@ -23,14 +23,7 @@ def has_effect(document: Document) -> bool:
 def of_all(
     metrics: Mapping[str, Any], documents: Sequence[Document], count: int, version: int
 ) -> dict[str, float | int | None]:
-    """Returns the metrics of a step from those of its computed documents.
-
-    Args:
-        metrics: by the names of `jaxlogp.policy.METRICS`.
-        documents: all documents of the step.
-        count: divisor of their loss.
-        version: of the parameters.
-    """
+    """Returns the metrics of a step from those of its computed documents; `count` is the divisor of the loss of all."""
     known = _known(documents, version) | {"loss_count": count}
     found: dict[str, float | int | None] = {}
     for name, value in metrics.items():

@@ -10,17 +10,11 @@ from jaxlogp.errors import is_number, require
 
 @dataclass(frozen=True)
 class EntropyControl:
-    """Rule by which the coefficient of the entropy bonus changes from step to step.
+    """Rule by which the coefficient of the entropy bonus changes from step to step, `first` in the first one.
 
-    After a step whose entropy is below the target the coefficient rises by `step`, above the target it falls by `step`, and
-    it stays within [0, maximum]. The entropy is the step's metric `entropy_labelled`: the mean over documents with a label
-    of the mean over their labels.
-
-    Attributes:
-        target: entropy, in nats, at least 0.
-        first: coefficient of the first step.
-        step: change of the coefficient after each step, above 0.
-        maximum: largest coefficient, above 0.
+    After a step whose entropy is below the target, in nats, the coefficient rises by `step`, above the target it falls by
+    `step`, and it stays within [0, maximum]. The entropy is the step's metric `entropy_labelled`: the mean over documents
+    with a label of the mean over their labels.
 
     Raises:
         ValueError: if a number is out of range, or the first coefficient is outside of [0, maximum].

@@ -34,13 +34,8 @@ REFERENCE_COLUMN = "ref_log_probs"
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step has done.
-
-    Attributes:
-        metrics: values by name; none of a step whose documents are refused.
-        refusal: why the update was refused; None if it was applied.
-        drift: the drift report, where one was asked for and a token tells the difference.
-    """
+    """What a step has done: why its update was refused, if it was, metrics by name unless its documents were refused, and
+    the drift report if one was asked for and a token tells the difference."""
 
     metrics: Mapping[str, Any] = field(default_factory=dict)
     refusal: Refusal | None = None
@@ -48,31 +43,15 @@ class StepResult:
 
 
 class Learner:
-    """Trains parameters on documents.
+    """Trains parameters on documents; raises EngineUnavailable for a head that cannot run here.
 
-    Args:
-        backend: the model, and how sums over documents are computed.
-        objective: what a step minimises.
-        optimizer: turns gradients into updates.
-        packing: how documents become micro-batches, with the columns that they bring.
-        params: the first parameters, whose memory it takes over.
-        temperature: of the policy, that of the sampler.
-        skips: whether documents whose advantages are all 0 are counted and not computed, where they change nothing else.
-        selection: which labels of a step learn, or have their drift penalized; None for all labels alike.
-        entropy_control: rule of the coefficient that the objective takes as `entropy_scale`; None for a constant bonus.
-        seed: seed of the selection's draws; the key of a step follows from it and the `version`.
-        keeps_reference: whether the first parameters are kept for `kl_to_reference`, although the objective has no KL.
-        labels: of drift reports: `reduction` and `dtype`.
-
-    Attributes:
-        gradients: the sums of the objective.
-        state: parameters and optimizer state; a step takes over their memory.
-        reference: a copy of the parameters of the last `begin`, where one is kept.
-        version: documents seen, whose number names the parameters.
-        entropy_coefficient: coefficient of the entropy bonus in the next step; None without `entropy_control`.
-
-    Raises:
-        EngineUnavailable: a head that cannot run here.
+    It takes over the memory of `params`, and each step that of the `state` before it. `version` is the number of documents
+    seen, which names the parameters. `temperature` is the sampler's. With `skips`, documents whose advantages are all 0 are
+    counted and not computed, where they change nothing else. `selection` chooses labels that learn, or whose drift is
+    penalized; None takes all alike. Its keys follow from `seed` and `version`. `entropy_control` rules the coefficient of
+    the entropy bonus, which the objective takes as `entropy_scale`; None for a constant bonus. `keeps_reference` keeps a
+    copy of the parameters of the last `begin` for `kl_to_reference`, even if the objective has no KL. `labels` are
+    `reduction` and `dtype` of drift reports.
     """
 
     def __init__(
@@ -170,22 +149,13 @@ class Learner:
         return StepResult(metrics, refusal, drift)
 
     def log_probs(self, documents: Sequence[Document]) -> list[Float[np.ndarray, " labels"]]:
-        """Returns the log-probs of each document's labels under the present parameters, in nats.
-
-        Raises:
-            NotFinite: some are not.
-        """
+        """Returns log-probs of each document's labels under the present parameters, in nats; NotFinite if some are not."""
         found = log_probs_of(documents, self.gradients, self.state.params, self._scored_packing)
         require_finite_scores("trainer", documents, found)
         return found
 
     def reference_log_probs(self, documents: Sequence[Document]) -> list[Float[np.ndarray, " labels"]]:
-        """Returns the log-probs of each document's labels under the reference, in nats.
-
-        Raises:
-            ValueError: none is kept.
-            NotFinite: some are not finite.
-        """
+        """Returns log-probs under the reference, in nats; ValueError if none is kept, NotFinite if some are not."""
         expected = "a run that keeps one (--evaluation.kl, or a KL in the loss or the reward)"
         require(self.reference is not None, "reference", expected, "none")
         scores = log_probs_of(documents, self.gradients, self.reference, self._scored_packing)
@@ -193,10 +163,7 @@ class Learner:
         return scores
 
     def kl_to_reference(self, documents: Sequence[Document]) -> float:
-        """Returns KL(policy ‖ reference) at temperature 1, in nats per token of documents that the policy has sampled.
-
-        Both are distributions over the whole vocabulary.
-        """
+        """Returns KL(policy ‖ reference) at temperature 1 over the whole vocabulary, in nats per sampled token."""
         gradients, packing = self.gradients, replace(self._scored_packing, support_capacity=None)
         if self._temperature != 1.0:
             gradients = self._backend.gradients(self._objective, 1.0)
@@ -226,10 +193,7 @@ class Learner:
         return arrays if self.reference is None else {**arrays, "reference": nnx.to_pure_dict(self.reference)}
 
     def counters(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds of it as JSON.
-
-        It is the version, a fingerprint of what is not trained, and the coefficient of a controlled entropy bonus.
-        """
+        """Returns as JSON the version, a fingerprint of what is not trained, and a controlled entropy coefficient."""
         counters = {"version": self.version, "frozen": fingerprint(self._backend.frozen)}
         if self.entropy_coefficient is not None:
             counters["entropy_coefficient"] = self.entropy_coefficient
@@ -241,11 +205,7 @@ class Learner:
         return {**arrays, "reference": arrays["params"]} if self.keeps_reference else arrays
 
     def restore(self, arrays: Mapping[str, Any], counters: Mapping[str, Any]) -> None:
-        """Takes over what `arrays` and `counters` returned.
-
-        Raises:
-            ValueError: if what is not trained differs.
-        """
+        """Takes over what `arrays` and `counters` returned; ValueError if what is not trained differs."""
         require_same_frozen(counters, self._backend.frozen)
         params, opt_state = self.state.params, self.state.opt_state
         opt_leaves = [leaf for _, leaf in sorted(arrays["opt_state"].items())]

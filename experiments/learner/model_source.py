@@ -64,11 +64,9 @@ class DecoderSource:
 
     @property
     def vocab_size(self) -> int:
-        """See `ModelSource`."""
         return self.decoder.vocab_size
 
     def parts(self, shardings: Shardings, mesh: Mesh | None) -> ModelParts:
-        """See `ModelSource`."""
         if self.decoder.lora.rank:
             return self._adapted(shardings, mesh)
         if self.pretrained is None and not self.restored:
@@ -79,7 +77,6 @@ class DecoderSource:
         return ModelParts(graph, params, nnx.State({}))
 
     def graph(self, mesh: Mesh) -> nnx.GraphDef:
-        """See `ModelSource`."""
         return abstract_decoder(self.decoder, mesh)[0]
 
     def _adapted(self, shardings: Shardings, mesh: Mesh | None) -> ModelParts:
@@ -94,7 +91,6 @@ class DecoderSource:
         return self.pretrained.weights().load(decoder, shardings)
 
     def attention_run(self, rows: int, length: int, mesh: Mesh) -> AttentionRun:
-        """See `ModelSource`."""
         if size_of(mesh, SEQUENCE_AXIS) > 1:
             ranks, heads = size_of(mesh, *HEAD_AXES), self.decoder.num_kv_heads
             expected = f"sequence times tensor ranks that divide the {heads} key-value heads"
@@ -109,10 +105,9 @@ class DecoderSource:
 
 @dataclass(frozen=True)
 class UserModel:
-    """The user's own model. It stays as it is: what is trained is a copy of its parameters.
+    """The user's own model, which stays as it is: what is trained is a copy of its parameters.
 
-    Attributes:
-        found: what `--model.own` names, which makes the model; the model itself if it was passed from Python.
+    `found` is what `--model.own` names, which makes the model, or the model itself if it was passed from Python.
     """
 
     tokenizer: Tokenizer
@@ -123,11 +118,9 @@ class UserModel:
 
     @property
     def vocab_size(self) -> int:
-        """See `ModelSource`."""
         return self.tokenizer.vocab_size
 
     def parts(self, shardings: Shardings, mesh: Mesh | None) -> ModelParts:
-        """See `ModelSource`."""
         del mesh
         graph, params, frozen = nnx.split(self.model, nnx.Param, ...)
         # The first step takes over the memory of the parameters that it is given.
@@ -135,17 +128,14 @@ class UserModel:
         return ModelParts(graph, params, placed(frozen, shardings(frozen)))
 
     def graph(self, mesh: Mesh) -> nnx.GraphDef:
-        """See `ModelSource`."""
         del mesh
         return nnx.split(self.model)[0]
 
     def attention_run(self, rows: int, length: int, mesh: Mesh) -> AttentionRun:
-        """See `ModelSource`."""
         return AttentionRun("own", f"{type(self.model).__name__} computes hidden states by itself")
 
     @property
     def warning(self) -> str:
-        """See `ModelSource`."""
         name = type(self.model).__name__
         return f"{name} has no key-value cache: for every token of a completion its whole row is computed again"
 

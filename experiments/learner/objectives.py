@@ -49,9 +49,8 @@ class LossTerms(NamedTuple):
 class LossConstants(NamedTuple):
     """Numbers of the loss that all micro-batches of a step share, known before the first: arguments of their program.
 
-    Attributes:
-        mean_weight: mean of the correction's weights over all labels, read by a correction that normalizes.
-        entropy_scale: factor of the entropy coefficient.
+    `mean_weight` is the mean of the correction's weights over all labels, for a correction that normalizes, and
+    `entropy_scale` a factor of the entropy coefficient.
     """
 
     mean_weight: Float[np.ndarray, ""] | Array = np.ones((), np.float32)
@@ -80,9 +79,7 @@ class HeadPlacement(NamedTuple):
 class Objective(Protocol):
     """A loss that a step can minimise.
 
-    Attributes:
-        with_entropy: whether `from_log_probs` reads entropies.
-        needs_reference: whether documents have to bring log-probs of the reference.
+    `from_log_probs` reads entropies if `with_entropy`; documents bring log-probs of the reference if `needs_reference`.
     """
 
     @property
@@ -151,13 +148,10 @@ class CrossEntropy(Objective):
 
 @dataclass(frozen=True)
 class PolicyObjective(Objective):
-    """A policy loss of `jaxlogp.losses`, with its metrics.
+    """A policy loss of `jaxlogp.losses`, with its metrics at a level of `policy_metric_terms`.
 
-    Attributes:
-        loss: the loss.
-        metrics: level of the metrics, as in `policy_metric_terms`.
-        document_axis: mesh axis over which documents are split, or None.
-        scales_entropy: whether the entropy coefficient is multiplied by `LossConstants.entropy_scale`.
+    The mesh axis `document_axis` splits documents. With `scales_entropy` the entropy coefficient is multiplied by
+    `LossConstants.entropy_scale`.
     """
 
     loss: PolicyLoss

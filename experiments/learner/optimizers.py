@@ -79,10 +79,7 @@ ELEMENTWISE = ("adamw",)
 
 
 def matrix_axes(params: Any) -> Any:
-    """Returns input and output axes of the layers' stacked matrices; None for embeddings, head, norms and biases.
-
-    Raises ValueError if there is no matrix among the parameters.
-    """
+    """Returns input and output axes of the layers' stacked matrices; None for embeddings, head, norms and biases."""
 
     def axes(path, leaf):
         first, *names = (str(getattr(entry, "key", getattr(entry, "name", ""))) for entry in path)
@@ -125,8 +122,6 @@ def learning_rate(
 
 
 class OptimizerState(NamedTuple):
-    """State of an `Optimizer`."""
-
     count: Int[Array, ""]
     exact: nnx.State | None
     inner: optax.OptState

@@ -35,12 +35,7 @@ class Packing:
     support_capacity: int | None = None
 
     def round_of(self, documents: Sequence[Document]) -> "Round":
-        """Returns the round of the first documents, as many as fit.
-
-        Raises:
-            ValueError: if a document is longer than a row or has other columns, an id is outside of the vocabulary, or its
-                support is not what the loss takes; with its document and position.
-        """
+        """Returns the round of the first documents, as many as fit; ValueError names one that does not suit the packing."""
         dealt = self._deal(documents)
         # The round ends with the first document that its rank has no room for, so that no later one overtakes it.
         counts = [len(self._starts(documents, numbers)) for numbers in dealt]
@@ -59,7 +54,6 @@ class Packing:
         return rounds
 
     def padding(self) -> "Round":
-        """Returns a round without documents."""
         return self.round_of([])
 
     def _deal(self, documents: Sequence[Document]) -> list[list[int]]:

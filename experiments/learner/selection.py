@@ -22,12 +22,10 @@ PENALIZED_COLUMN = "penalized"
 
 @dataclass(frozen=True)
 class Selection(ABC):
-    """A choice among all labels of a step.
+    """A choice among all labels of a step, by their entropies with `reads_entropy`, otherwise by their log-probs.
 
-    Attributes:
-        reads_entropy: whether labels are chosen by their entropies, instead of by their log-probs.
-        column: name of the column of the documents that marks the chosen labels with 1; None for a choice by advantages,
-            which become 0 at labels that are not to learn.
+    `column` is the column of the documents that marks the chosen labels with 1; without one, the advantages of labels that
+    are not to learn become 0.
     """
 
     reads_entropy: ClassVar[bool] = False
@@ -46,13 +44,7 @@ class Selection(ABC):
     def __call__(
         self, documents: Sequence[Document], scores: Sequence[Float[np.ndarray, " labels"]], key: jax.Array
     ) -> list[Document]:
-        """Returns the documents of a step with the choice in them.
-
-        Args:
-            documents: all documents of the step.
-            scores: entropies or log-probs of the labels of each, in nats.
-            key: key of `jax.random`, a new one for each step.
-        """
+        """Returns all documents of a step with the choice in them; scores are in nats, and each step has a new key."""
         sizes = [document.num_labels for document in documents]
         spread = [np.broadcast_to(each.advantages, size) for each, size in zip(documents, sizes, strict=True)]
         mask = label_mask(sum(sizes))

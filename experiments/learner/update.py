@@ -39,10 +39,7 @@ class UpdateOutcome(NamedTuple):
 
 
 class Update:
-    """Applies sums to a state.
-
-    `place` puts parameters, or optimizer state for them, where gradients and parameters live.
-    """
+    """Applies sums to a state; `place` puts parameters, or optimizer state for them, where gradients and parameters live."""
 
     def __init__(
         self, optimizer: Optimizer, place: Callable[[Any], Any], compiler_options: dict[str, Any] | None = None
