@@ -20,10 +20,7 @@ class RolloutCounts:
 
     Attributes:
         degenerate: groups without an advantage: their rewards are all equal, unless these are compared with other groups'.
-        empty: completions without text.
         unfit: of the prompts of rollouts without a difference, those whose answer is longer than a completion may be.
-        lowest: smallest reward of a completion.
-        highest: largest reward of a completion.
         resampled: rollouts that were drawn because others had groups without a difference; None where that is not done.
         filled: groups without a difference that were trained on for want of others.
         unused: groups with a difference beyond the number that was wanted.
@@ -120,7 +117,6 @@ class RolloutCounts:
         }
 
     def sameness(self, max_new_tokens: int) -> str:
-        """Returns what is the same in groups without a difference."""
         reward = (
             f"every reward is {self.lowest:g}" if self.lowest == self.highest else "within each group rewards are equal"
         )

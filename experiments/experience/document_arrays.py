@@ -29,9 +29,8 @@ from jaxlogp.errors import describe, require
 def join_documents(documents: Sequence[Document]) -> dict[str, np.ndarray]:
     """Returns the arrays of documents, by name.
 
-    Raises:
-        ValueError: if only some documents have log-probs or a support, fp32 does not hold a value of a label, or numbers of
-            labels could not be told from numbers of documents.
+    ValueError if only some documents have log-probs or a support, fp32 does not hold a value of a label, or numbers of
+    labels could not be told from numbers of documents.
     """
     counts = [document.num_labels for document in documents]
     lengths = [document.tokens.size for document in documents]

@@ -18,7 +18,6 @@ INT32_MAX = int(np.iinfo(np.int32).max)
 
 
 def check_names(found: Iterable[str], needed: Sequence[str], known: Sequence[str]) -> None:
-    """Raises ValueError if a key is missing or unknown."""
     missing, unknown = sorted(set(needed) - set(found)), sorted(set(found) - set(known))
     require(not missing, "keys", ", ".join(needed), f"none named {', '.join(missing)}")
     require(not unknown, "keys", f"none but {', '.join(known)}", ", ".join(unknown))

@@ -43,7 +43,6 @@ class DocumentList:
         return Experience(taken) if taken else None
 
     def state(self) -> dict[str, Any]:
-        """Returns the number of documents taken so far, and the digest."""
         return {"taken": self._taken, "digest": self.digest}
 
     def restore(self, state: Mapping[str, Any]) -> None:

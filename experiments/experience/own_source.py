@@ -18,15 +18,10 @@ class SourceFailed(Exception):
 
 
 class OwnSource:
-    """Asks a source, and checks its documents.
+    """Asks a source, and checks that its documents fit: their length, their ids, and the size of their support.
 
-    Args:
-        source: function (policy, step) -> documents, whose `step` counts the calls from 0; or an object with `next(policy)`,
-            `state()` and `restore(state)`.
-        name: of the source, for messages.
-        vocab_size: ids are below this.
-        row_length: most tokens of a document.
-        support_capacity: most ids of a document's support; None where log-probs are those of the whole vocabulary.
+    The source is a function (policy, step) -> documents, whose `step` counts the calls from 0; or an object with
+    `next(policy)`, `state()` and `restore(state)`.
     """
 
     def __init__(
@@ -37,11 +32,7 @@ class OwnSource:
         self._calls = 0
 
     def next(self, policy: Policy) -> Experience | None:
-        """See `ExperienceSource`.
-
-        Raises:
-            SourceFailed: the source raised, or gave what cannot be trained on.
-        """
+        """Asks for documents; SourceFailed if the source raised, or gave what cannot be trained on."""
         try:
             given = self._source.next(policy) if hasattr(self._source, "next") else self._source(policy, self._calls)
         except Exception as error:
@@ -57,12 +48,10 @@ class OwnSource:
         return experience
 
     def state(self) -> dict[str, Any]:
-        """See `ExperienceSource`."""
         own = self._source.state() if hasattr(self._source, "state") else None
         return {"calls": self._calls, "own": own}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `ExperienceSource`."""
         self._calls = state["calls"]
         if hasattr(self._source, "restore"):
             self._source.restore(state["own"])
@@ -103,16 +92,11 @@ def _as_tuple(given: Any) -> tuple[Any, ...]:
 
 
 def source_name(source: Any) -> str:
-    """Returns the name of a source that was passed from Python."""
     return getattr(source, "__name__", type(source).__name__)
 
 
 def find_source(name: str) -> Any:
-    """Returns the source that `--source` names: module:name of a function, or of a class without arguments.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Returns the source that `--source` names: module:name of a function, or of a class without arguments."""
     expected = "module:name of a function (policy, step) -> documents, or of a class with next, state and restore"
     found = import_named("--source", name, expected)
     source = call_named("--source", name, expected, found) if isinstance(found, type) else found
@@ -122,12 +106,9 @@ def find_source(name: str) -> Any:
 
 
 def resolve_source(option: str | None, source: Any) -> tuple[str | None, Any]:
-    """Returns the option that a run keeps, and the source: by name, or the caller's own; both None for the built-in
-    one, and no source for stored documents, which are read later.
+    """Returns the option that a run keeps, and the source, by name or the caller's own; both None for the built-in one.
 
-    Raises:
-        ValueError: if an option and a source are given, no such source exists, or the run began with one from Python that is
-            not given now.
+    Stored documents have no source yet: they are read later.
     """
     if option is not None and option.startswith(OWN):
         expected = f"your own source {option.removeprefix(OWN)}, as the run began (from Python: source=)"

@@ -42,10 +42,6 @@ def sizes_for(
     A row length that is not given is that of the longest document, because the cost of attention is quadratic in it,
     and enough padding for the mesh to divide it. A number of rows that is not given is `leaf_rows`, or divides the
     documents of a step, each as long as a row, into equal micro-batches.
-
-    Raises:
-        ValueError: the longest document does not fit into ``schedule.row_length``, or the mesh does not divide it, or a
-          prompt that cannot be encoded.
     """
     longest = longest_prompt(task, tokenizer)
     prompt = rollout.max_prompt_tokens or longest
@@ -61,11 +57,7 @@ def sizes_for(
 
 
 def row_length_for(longest: int, schedule: ScheduleConfig, mesh: MeshSpec, whose: str) -> int:
-    """Returns the tokens of a row: those of the options, or of the longest document with padding for the mesh.
-
-    Raises:
-        ValueError: if the longest document, of what `whose` says, does not fit, or the mesh does not divide the row.
-    """
+    """Returns the tokens of a row: those of the options, or of the longest document with padding for the mesh."""
     row = schedule.row_length or -(-longest // mesh.sequence) * mesh.sequence
     expected = f"a number that {mesh.sequence} sequence ranks divide"
     require(row % mesh.sequence == 0, "--schedule.row-length", expected, row)
@@ -86,11 +78,7 @@ def longest_completion(task: Task, rollout: RolloutConfig) -> int:
 
 
 def longest_prompt(task: Task, tokenizer: Tokenizer) -> int:
-    """Tokens of the longest prompt where the examples can be counted, else a bound on it.
-
-    Raises:
-        ValueError: a prompt that the tokenizer cannot encode.
-    """
+    """Tokens of the longest prompt where the examples can be counted, else a bound on it."""
     counts = {split: task.num_examples(split) for split in SPLITS}
     if None not in counts.values():
         prompts = (task.example(index, split).prompt for split, count in counts.items() for index in range(count))
@@ -110,11 +98,7 @@ def encode(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
 
 
 def encode_prompt(tokenizer: Tokenizer, example: Example, longest: int) -> list[int]:
-    """The prompt of an example, of at most so many tokens.
-
-    Raises:
-        ValueError: the prompt is longer.
-    """
+    """The prompt of an example; ValueError if it has more than `longest` tokens."""
     tokens = encode(tokenizer, example.prompt)
     expected = f"prompts of at most {longest} tokens"
     require(len(tokens) <= longest, "--rollout.max-prompt-tokens", expected, len(tokens))

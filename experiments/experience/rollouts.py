@@ -43,8 +43,7 @@ class Rollout(NamedTuple):
 class Rollouts(ExperienceSource):
     """The built-in source: prompts of the task, completed by the policy and rewarded; the number of a rollout is its seed.
 
-    `prompt_tokens` is the most tokens of a prompt, `advantages` a name in `ADVANTAGES`, and `reward` says what KL is
-    subtracted from rewards.
+    `advantages` is a name in `ADVANTAGES`, and `reward` says what KL is subtracted from rewards.
     """
 
     def __init__(
@@ -73,9 +72,6 @@ class Rollouts(ExperienceSource):
 
         With `resample_degenerate`, groups without a difference give way to those of further prompts. The state between
         two rollouts is the same two numbers as without it: how many prompts were taken, and how many draws were made.
-
-        Raises:
-            RewardFailed: if a reward function raised, or returned no number.
         """
         draw = self._with_differences if self._options.resample_degenerate else self._draw
         try:
@@ -104,7 +100,6 @@ class Rollouts(ExperienceSource):
         return Rollout([*kept[: options.prompts_per_rollout], *filled], counts)
 
     def _draw(self, policy: Policy) -> Rollout:
-        """Draws the groups of the next prompts; none when the data has ended."""
         number, width, copies, sampling = self.shape
         examples = self._prompts.take(number)
         if not examples:

@@ -47,12 +47,7 @@ def to_completion(tokenizer: Tokenizer, generation: Generation) -> Completion:
 def score(
     tokenizer: Tokenizer, examples: Sequence[Example], generations: Sequence[Generation], *judges: Rewards
 ) -> Verdicts:
-    """Scores completions, one for each example; what is raised in one process is raised in all of them.
-
-    Raises:
-        RewardFailed: if a reward function raised, or returned no number.
-        RewardNotFinite: if it returned a number that is not finite.
-    """
+    """Scores completions, one for each example; RewardFailed and RewardNotFinite in one process are raised in all."""
     here, completions = processes(), _Completions(tokenizer, generations)
     answers = here.gather("rewards", _judge(here.part_of(len(generations)), examples, completions, judges))
     for error, _ in answers:

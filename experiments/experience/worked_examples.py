@@ -13,13 +13,7 @@ from jaxlogp import Document
 
 
 class WorkedExamples:
-    """Gives prompts with their answers as documents, whose labels are the answer and an end token.
-
-    Args:
-        prompts: the examples, in their order.
-        prompt_tokens: maximum number of tokens of a prompt.
-        docs_per_call: documents of one call.
-    """
+    """Gives prompts with their answers as documents, whose labels are the answer and an end token."""
 
     def __init__(self, prompts: PromptOrder, prompt_tokens: int, docs_per_call: int) -> None:
         self._prompts, self._prompt_tokens, self._docs_per_call = prompts, prompt_tokens, docs_per_call
@@ -31,11 +25,9 @@ class WorkedExamples:
         return Experience(documents) if documents else None
 
     def state(self) -> dict[str, Any]:
-        """Returns the number of examples taken so far."""
         return {"prompts": self._prompts.cursor}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a state."""
         self._prompts.cursor = state["prompts"]
 
     def _document(self, tokenizer: Tokenizer, example: Example) -> Document:

@@ -62,6 +62,7 @@ class Setup(Inference):
 
     @property
     def params(self) -> nnx.State:
+        """The present parameters, until the next step takes over their memory."""
         return self.learner.state.params
 
     @property

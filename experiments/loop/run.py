@@ -81,10 +81,12 @@ class Result:
 
     @property
     def params(self) -> nnx.State:
+        """The trained parameters."""
         return self.setup.params
 
     @property
     def held_out(self) -> dict[str, HeldOut]:
+        """Held-out scores by name."""
         after = self.after.named()
         return {name: HeldOut(before, after[name]) for name, before in self.before.named().items()}
 

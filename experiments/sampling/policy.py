@@ -106,7 +106,6 @@ class SamplerPolicy:
         seed: tuple[int, ...] = (),
         pad_to: tuple[int, int] | None = None,
     ) -> list[Generation]:
-        """See `Policy`."""
         self._require_open()
         require(len(prompts) > 0, "prompts", "at least one", len(prompts))
         require(copies >= 1, "copies", "at least 1", copies)
@@ -123,19 +122,16 @@ class SamplerPolicy:
         return [self._generation(samples, row, end, stops[row]) for row, end in enumerate(ends)]
 
     def log_probs(self, documents: Sequence[Document]) -> list[Float[np.ndarray, " labels"]]:
-        """See `Policy`."""
         self._require_open()
         return self._log_probs(documents)
 
     def reference_log_probs(self, documents: Sequence[Document]) -> list[Float[np.ndarray, " labels"]]:
-        """See `Policy`."""
         self._require_open()
         require(self._reference_log_probs is not None, "policy", "one that has a reference", "one without")
         assert self._reference_log_probs is not None, "just required"
         return self._reference_log_probs(documents)
 
     def end(self) -> None:
-        """Ends it with its step."""
         self._params = None
 
     def _require_open(self) -> None:

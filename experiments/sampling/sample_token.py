@@ -27,16 +27,11 @@ BLOCK = 256
 
 
 class SampledToken(NamedTuple):
-    """One token per row.
+    """One token per row, with log-probs in nats.
 
-    Attributes:
-        log_probs: in nats, what a trainer computes: under softmax(logits / temperature) over the whole vocabulary, or over
-            the support where it is recorded.
-        drawn_log_probs: in nats, under the distribution that the token was drawn from, renormalized over what top_k, top_p
-            and min_p leave; equal to `log_probs` without them.
-        kept: what it was drawn from, where that is recorded.
-        cut: whether the room left out some of what top_k, top_p and min_p leave.
-        mass: the probability of what it was drawn from, in the whole distribution.
+    `log_probs` are what a trainer computes: under softmax(logits / temperature) over the whole vocabulary, or over the
+    support where that is recorded, as `kept`. `drawn_log_probs` are renormalized over what top_k, top_p and min_p leave.
+    `cut` says whether the room left out some of that; `mass` is the probability of the support in the whole distribution.
     """
 
     tokens: Int[Array, " B"]
@@ -80,7 +75,6 @@ class CompletionRule:
 
 
 def keys_of_rows(key: Key[Array, ""], row_ids: Int[Array, " B"]) -> Key[Array, " B"]:
-    """Returns a random key for each row, by its id."""
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, row_ids)
 
 
@@ -126,10 +120,7 @@ def sample_token(
 def _most_likely(
     scaled: Float[Array, "B V"], left: Bool[Array, "B V"], room: Int[Array, " B"]
 ) -> tuple[Bool[Array, "B V"], Bool[Array, " B"]]:
-    """Returns the most likely entries of those that are left, as many as there is room for, and where these are not all.
-
-    Among equals it is the lowest ids that are kept.
-    """
+    """Returns the most likely entries left, of equals the lowest ids, as many as have room, and where some had none."""
     cut = jnp.sum(left, axis=1) > room
 
     def shortened() -> Bool[Array, "B V"]:

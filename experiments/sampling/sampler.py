@@ -79,13 +79,9 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True)
 class SampledModel:
-    """A model where completions are drawn.
+    """A model on the mesh where completions are drawn, over whose data ranks rows are split.
 
-    Attributes:
-        graph: its graph definition on `mesh`.
-        mesh: the mesh over whose data ranks rows are split.
-        frozen: what of it is not trained, on this mesh.
-        places: shardings on this mesh, to which trained parameters are copied for every draw; None if they are there.
+    `frozen` is what is not trained. Trained parameters are copied to `places` for every draw; None if they are there.
     """
 
     graph: nnx.GraphDef
@@ -94,7 +90,6 @@ class SampledModel:
     places: nnx.State | None = None
 
     def state(self, params: nnx.State) -> nnx.State:
-        """Returns all that the model consists of."""
         return nnx.merge_state(params if self.places is None else placed(params, self.places), self.frozen)
 
     def shapes(self, params: nnx.State) -> tuple[nnx.State, int]:
@@ -168,8 +163,6 @@ class DecoderSampler(Sampler):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Rows:
-    """Rows being completed."""
-
     samples: Samples
     tokens: Array
     done: Array

@@ -34,7 +34,6 @@ class RecordedSupport(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, new_tokens: int, vocab_size: int) -> "RecordedSupport":
-        """Returns the support of rows without tokens."""
         ids = jnp.zeros((rows, new_tokens * min(IDS_PER_TOKEN, vocab_size)), jnp.int32)
         counts = jnp.zeros((rows, new_tokens), jnp.int32)
         return cls(ids, counts, counts > 0, counts.astype(jnp.float32))
