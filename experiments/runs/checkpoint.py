@@ -68,9 +68,7 @@ def restore(folder: Path, template: Any, step: int | None = None, *, whole: bool
 
     All processes call it, and each reads its shards. Without `step`, the newest intact one is read. A step requested
     by number is never replaced. A `whole` template has every array of the step; of others, only its arrays are read.
-
-    Raises:
-        ValueError: no such step, no intact step, or an array whose path, shape or dtype is not the template's.
+    ValueError if there is no such step, or an array is not the template's.
     """
     steps = processes().from_first("saved steps", lambda: numbered(folder))
     require(bool(steps), "checkpoints", f"at least one complete step in {folder}", "none")
@@ -191,7 +189,6 @@ class Checkpoints:
             self._remove(old)
 
     def _remove_unfinished(self) -> None:
-        """Removes what killed processes have left."""
         for entry in list(self.folder.iterdir()):
             if UNFINISHED.search(entry.name) and kind_of(entry) == "folder":
                 shutil.rmtree(entry)

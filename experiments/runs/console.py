@@ -34,7 +34,6 @@ class Column(NamedTuple):
     width: int
 
     def text(self, values: Mapping[str, float]) -> str:
-        """Formats the metric; a dash if it is not in `values`."""
         value = metric_of(values, self.metric)
         return "-" if value is None else format(value, self.form)
 
@@ -74,12 +73,10 @@ class HeldOut(NamedTuple):
 
 
 class RunConsole:
-    """Prints a run; of several processes the first alone does.
+    """Prints a run, on standard output if there is no `stream`; of several processes the first alone does.
 
-    Args:
-        quiet: print only warnings and the lines of the summary that are meant for grep.
-        log_every: steps between two rows off a terminal. None: chosen by the number of rows.
-        stream: where to print. None: standard output.
+    `quiet` prints only warnings and the lines of the summary that are meant for grep. `log_every` is the number of steps
+    between two rows off a terminal; None lets the number of rows decide.
     """
 
     def __init__(
@@ -99,7 +96,6 @@ class RunConsole:
         self._advance: Callable[[str, str], None] = lambda note, row: None
 
     def say(self, text: str) -> None:
-        """Prints one line of text."""
         if not self._quiet:
             self._print(text)
 
@@ -108,7 +104,6 @@ class RunConsole:
         self._print(f"WARNING: {text}", style="bold red")
 
     def begin(self, facts: Mapping[str, str]) -> None:
-        """Prints a line for each fact."""
         width = max(map(len, facts))
         for name, value in facts.items():
             self.say(f"{name + ':':<{width + 1}} {value}")
@@ -123,12 +118,8 @@ class RunConsole:
     ) -> Generator[None, None, None]:
         """Shows the progress of `total` steps while the block runs; a resumed run has `done` some of them already.
 
-        Args:
-            label: name of the redrawn line.
-            total: number of steps.
-            done: steps before the first one that is shown.
-            rows: about so many, unless `log_every` says otherwise.
-            columns: of the rows; the first is in the redrawn line.
+        `label` names the redrawn line, which shows the first of `columns`. There are about `rows` rows, unless `log_every`
+        says otherwise.
         """
         if self._quiet:
             yield

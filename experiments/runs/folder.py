@@ -134,7 +134,6 @@ def _require_free(path: Path) -> None:
 
 
 def _remove_unfinished(path: Path) -> None:
-    """Removes what processes that were killed have left of this folder."""
     for entry in list(path.parent.iterdir()):
         is_ours = entry.name.startswith(path.name) and UNFINISHED.fullmatch(entry.name[len(path.name) :])
         if is_ours and kind_of(entry) == "folder":
@@ -215,7 +214,6 @@ class MetricsWriter:
         board.add(step, {name: value for name, value in scalars.items() if type(value) in numbers})
 
     def write_samples(self, step: int, phase: str, samples: Iterable[Mapping[str, Any]]) -> None:
-        """Adds completions of one step, with JSON values by name."""
         for sample in samples:
             self._samples.append({"step": int(step), "phase": phase, **sample})
 
@@ -224,7 +222,6 @@ class MetricsWriter:
         return LogMarks(self._metrics.mark(), self._samples.mark())
 
     def close(self) -> None:
-        """Closes the files."""
         for stream in (self._metrics, self._samples, *self._boards.values()):
             stream.close()
 

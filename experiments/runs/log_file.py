@@ -105,7 +105,6 @@ class LogFile:
 
 
 def _chunks(stream: FileIO, size: int | None = None) -> Iterator[bytes]:
-    """Yields the next bytes of a file, up to so many."""
     while size is None or size > 0:
         chunk = stream.read(CHUNK_BYTES if size is None else min(size, CHUNK_BYTES))
         if not chunk:

@@ -61,16 +61,13 @@ class RunWriter:
             shutil.rmtree(self._folder.warm_start)
 
     def begin(self) -> None:
-        """Opens the logs from the start."""
         self._open_logs()
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
-        """As `MetricsWriter.write`."""
         if self._logs is not None:
             self._logs.write(step, kind, values)
 
     def write_samples(self, step: int, phase: str, samples: Iterable[Mapping[str, Any]]) -> None:
-        """As `MetricsWriter.write_samples`."""
         if self._logs is not None:
             self._logs.write_samples(step, phase, samples)
 
@@ -80,11 +77,9 @@ class RunWriter:
         self._checkpoints.save(step, arrays, CheckpointRecord(self._identity, marks, **of_loop))
 
     def wait_until_copied(self) -> None:
-        """As `Checkpoints.wait_until_copied`."""
         self._checkpoints.wait_until_copied()
 
     def wait_until_finished(self) -> None:
-        """As `Checkpoints.wait_until_finished`."""
         self._checkpoints.wait_until_finished()
 
     def restore(self, template: Any, step: int | None = None) -> Restored:
@@ -105,7 +100,6 @@ class RunWriter:
         return [*moved, *self._logs.cut()]
 
     def record_resume(self, step: int) -> None:
-        """As `RunFolder.record_resume`."""
         if processes().first:
             self._folder.record_resume(step)
 

@@ -36,11 +36,8 @@ def caught_signals() -> Generator[Signals, None, None]:
     """Notes SIGTERM and SIGINT while the block runs, and puts the handlers back that were there.
 
     Only the main thread may install handlers, so that in another nothing is caught; nor is a signal that the process
-    ignores, as SIGINT under nohup or in a shell's background.
-
-    Raises:
-        KeyboardInterrupt: if a SIGINT comes after the first signal.
-        Interrupted: if JAX fails after a signal. A signal to a group of processes reaches those of a compilation too.
+    ignores, as SIGINT under nohup or in a shell's background. A SIGINT after the first signal is a KeyboardInterrupt. A
+    failure of JAX after a signal is Interrupted: a signal to a group of processes reaches those of a compilation too.
     """
     signals, before = Signals(), {}
     if threading.current_thread() is threading.main_thread():

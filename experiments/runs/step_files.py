@@ -53,13 +53,8 @@ _SAVES = itertools.count()
 class CheckpointRecord:
     """What is saved with the arrays; the mappings hold JSON values.
 
-    Attributes:
-        identity: what decides the numbers of the run.
-        logs: how far the logs had come.
-        progress: counters of the loop.
-        learner: counters of the learner.
-        feed: state of the source, and the documents that wait for a step.
-        before: held-out scores from before the first step; None until they are known.
+    `progress` and `learner` are counters. `feed` is the state of the source, with the documents that wait for a step.
+    `before` are held-out scores from before the first step; None until they are known.
     """
 
     identity: Identity
@@ -88,10 +83,8 @@ def form_of(leaf: Any) -> str:
 def write_arrays(folder: Path, arrays: Mapping[str, jax.Array], copied: Callable[[], None]) -> None:
     """Writes this process's shards while all others write theirs; calls `copied` once they are in the host's memory.
 
-    On a CPU they are there already: JAX leaves memory that Orbax looks at to its array, whatever is donated.
-
-    Raises:
-        OSError: the disk is full, cannot be written to, or another process has not written its shards.
+    On a CPU they are there already: JAX leaves memory that Orbax looks at to its array, whatever is donated. OSError if the
+    disk is full or cannot be written to, or another process has not written its shards.
     """
     every = set(range(jax.process_count()))
     try:
