@@ -26,8 +26,7 @@ Parsed = TypeVar("Parsed")
 def read_lines(path: str | Path) -> tuple[list[bytes], str]:
     """Reads the lines of a file, all of it, into memory; returns them without their ends, and the sha256 of the file.
 
-    Raises:
-        ValueError: if the file cannot be read, is a pipe or a device, is larger than `MAX_BYTES`, or is empty.
+    ValueError if it cannot be read, is a pipe or a device, is larger than `MAX_BYTES`, or is empty.
     """
     try:
         require_regular(path)
@@ -56,8 +55,7 @@ def digest_of(path: str | Path) -> tuple[str, str]:
 def parse_lines(path: str | Path, parse: Callable[[bytes], Parsed]) -> tuple[list[Parsed], str]:
     """Parses every line of a file; returns what was parsed, and the sha256 of the file.
 
-    Raises:
-        ValueError: as `read_lines`; or as `parse`, after the path and the number of the line, counted from 1.
+    ValueError as `read_lines`; or as `parse`, after the path and the number of the line, counted from 1.
     """
     lines, digest = read_lines(path)
     parsed = []
@@ -77,11 +75,7 @@ def require_regular(path: str | Path) -> None:
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
-    """Parses one line.
-
-    Raises:
-        ValueError: if the line is no JSON object in UTF-8, an object has a key twice, or a number is not finite.
-    """
+    """Parses one line; ValueError if it is no JSON object in UTF-8, has a key twice, or a number is not finite."""
     try:
         record = json.loads(
             line.decode("utf-8"), object_pairs_hook=_object, parse_constant=_constant, parse_float=_finite
@@ -111,16 +105,7 @@ def check_text(key: str, value: Any) -> None:
 
 
 def parse_messages(key: str, value: Any, *, optional: tuple[str, ...] = ()) -> tuple[Message, ...]:
-    """Returns the messages of a key: a list, not empty, of objects with role and content.
-
-    Args:
-        key: the key, for messages of errors.
-        value: its value.
-        optional: further keys that a message may have, which the caller reads.
-
-    Raises:
-        ValueError: if the value is anything else.
-    """
+    """Returns the messages of a key: a list, not empty, of objects with role and content, and `optional` keys."""
     if not isinstance(value, list):
         raise ValueError(f"{key!r} must be a list of messages, got {type(value).__name__}")
     if not value:

@@ -175,9 +175,8 @@ class JsonlTask:
 def load_jsonl(path: str, form: JsonlFormat) -> JsonlTask:
     """Reads a file of examples, all of it, into memory: UTF-8, one JSON object a line.
 
-    Raises:
-        ValueError: an option is out of range; the file cannot be read, is a pipe or a device, is too large or empty, or
-            leaves a split empty; or a line is not what it must be, with the number of the line, counted from 1.
+    ValueError if an option is out of range; if the file cannot be read, is a pipe or a device, is too large or empty, or
+    leaves a split empty; or if a line is not what it must be, with its number, counted from 1.
     """
     form.check()
     first_line: dict[str, int] = {}

@@ -66,9 +66,6 @@ def same_number(text: str, reference: str) -> bool:
 
     A text with no number, or with several, is not right.
 
-    Raises:
-        ValueError: a reference without exactly one number.
-
     Example:
         >>> same_number("$1,050.00", "1050"), same_number("1/3", "0.33")
         (True, False)

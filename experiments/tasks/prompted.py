@@ -17,14 +17,8 @@ SEPARATOR = "\n\n"
 class PromptedTask:
     """A task with other prompts, whose verdict is about the answer within a completion.
 
-    Args:
-        task: gives the examples.
-        system: message before every conversation, or None; a text becomes a conversation by it.
-        instruction: text appended to every prompt after an empty line, or to the user's last message; or None.
-        extract: rules of `experiments.tasks.extraction`; empty leaves completions as they are.
-
-    Raises:
-        ValueError: an unknown rule.
+    A `system` message comes before every conversation; it turns a text into one. The `instruction` is appended to every
+    prompt after an empty line, or to the user's last message. `extract` names rules of `experiments.tasks.extraction`.
     """
 
     task: Task
@@ -68,11 +62,7 @@ class PromptedTask:
         return self.task.num_examples(split)
 
     def example(self, index: int, split: Split) -> Example:
-        """The task's, asked in these words.
-
-        Raises:
-            ValueError: as the task; or a conversation that has a system message already, or does not end with its user.
-        """
+        """The task's, asked in these words; a conversation must have no system message yet, and end with its user."""
         example = self.task.example(index, split)
         return replace(example, prompt=self._prompt(example.prompt))
 

@@ -116,12 +116,10 @@ def split_of(family: str, prompt: str) -> Split:
 
 
 def check_split(split: str) -> None:
-    """Raises ValueError for a split that does not exist."""
     require(split in SPLITS, "split", f"one of {', '.join(SPLITS)}", repr(split))
 
 
 def check_seed(seed: int) -> None:
-    """Raises ValueError for a seed that is not an integer."""
     require(isinstance(seed, int) and not isinstance(seed, bool), "seed", "an integer", repr(seed))
 
 
@@ -141,13 +139,10 @@ def draw_example(
     candidate: Callable[[random.Random], Example | None],
     belongs_to: Callable[[Example], Split],
 ) -> Example:
-    """Draws candidates until one belongs to the split, passing over None.
+    """Draws candidates until one belongs to the split, passing over None; ValueError after `MAX_ATTEMPTS` attempts.
 
     Every attempt has its own generator, seeded by the text (name, seed, split, index, attempt), so that an example
     depends on nothing that was drawn before it.
-
-    Raises:
-        ValueError: bad index or split, or no candidate belonged to the split in `MAX_ATTEMPTS` attempts.
     """
     check_index(task, index, split)
     for attempt in range(MAX_ATTEMPTS):
@@ -164,12 +159,7 @@ def draw_example(
 class SizedTask(ABC):
     """A task that draws its prompts from a random generator, with one number that says how hard they are.
 
-    Args:
-        size: difficulty, from 1 to `max_size`; what it counts is up to the task.
-        seed: another seed gives other examples, of the same splits.
-
-    Raises:
-        ValueError: the size or the seed is not an integer, or the size is out of range.
+    What the size counts, from 1 to `max_size`, is up to the task. Another seed gives other examples, of the same splits.
     """
 
     size: int
@@ -199,7 +189,6 @@ class SizedTask(ABC):
 
     @property
     def exact(self) -> bool:
-        """See `right_only_as_written`."""
         return type(self).verify is SizedTask.verify
 
     @abstractmethod
@@ -207,7 +196,6 @@ class SizedTask(ABC):
         """Draws an example of either split."""
 
     def belongs_to(self, example: Example) -> Split:
-        """Returns the split that the prompt's hash says."""
         return split_of(self.family, prompt_text(example.prompt))
 
     def num_examples(self, split: Split) -> int | None:
@@ -218,5 +206,4 @@ class SizedTask(ABC):
         return draw_example(self, self.seed, index, split, self.candidate, self.belongs_to)
 
     def verify(self, example: Example, completion: str) -> float:
-        """1.0 when the completion is the answer, up to white space around it."""
         return float(completion.strip() == example.answer)

@@ -60,9 +60,6 @@ class ReasoningGymTask:
     Making the task generates `SAMPLE_SIZE` examples. The longest prompt and the longest answer among them become the
     limits `max_prompt_tokens` and `max_answer_tokens`; longer examples are passed over when drawing. The source of an
     example is the data set's own entry.
-
-    Raises:
-        ValueError: the package is missing, or the data set is unknown, cannot be made as it is, or is refused.
     """
 
     alphabet = None
@@ -86,11 +83,7 @@ class ReasoningGymTask:
         return draw_example(self, self._seed, index, split, self._candidate, self._belongs_to)
 
     def verify(self, example: Example, completion: str) -> float:
-        """1.0 when the data set scores the completion, without white space around it, as exactly 1.0.
-
-        Raises:
-            ValueError: the example is not one of this task.
-        """
+        """1.0 when the data set scores the completion, without white space around it, as exactly 1.0."""
         if example.source is None:
             raise ValueError(f"example: expected one made by task {self.name!r}, got one without a source")
         try:

@@ -138,10 +138,6 @@ class Rewards:
 def rewards_for(task: Task, names: Sequence[str], weights: Sequence[float] | None, options: "RewardOptions") -> Rewards:
     """Rewards by their names, each of weight 1.0 unless `weights` says another; "correct" is the task's verdict, and
     module:name a function of the user's.
-
-    Raises:
-        ValueError: an unknown name, a module without such a function, another number of weights, or an option
-            that a function lacks.
     """
     weights = [1.0] * len(names) if weights is None else weights
     require(len(weights) == len(names), "--reward.weights", f"{len(names)} weights, one per function", len(weights))
@@ -258,7 +254,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _finite(value: Any) -> float | None:
-    """The number as a float that fp32 can hold, or None."""
     try:
         number = float(value)
     except (OverflowError, TypeError, ValueError):

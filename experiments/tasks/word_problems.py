@@ -48,12 +48,10 @@ class Story:
         self.things = self.draw.choice(THINGS)
 
     def tell(self, sentence: str, *numbers: int) -> None:
-        """Adds a sentence with its numbers."""
         self.sentences.append(sentence)
         self.numbers.extend(numbers)
 
     def step(self, sign: str, number: int) -> None:
-        """One step of arithmetic with what the hero has."""
         before = self.amount
         self.amount = {"+": before + number, "-": before - number, "*": before * number, "/": before // number}[sign]
         self.work.append(f"{before} {sign} {number} = {self.amount}")
