@@ -12,10 +12,7 @@ class Ahead(NamedTuple):
     results: Any
 
     def bytes_beside(self, held: int) -> int | None:
-        """Returns the most bytes it takes per device beside arguments of `held` bytes, which are there anyway.
-
-        None where the compiler does not say.
-        """
+        """Returns the most bytes it takes per device beside arguments of `held` bytes; None if the compiler does not say."""
         needs = self.compiled.memory_analysis()
         if needs is None:
             return None

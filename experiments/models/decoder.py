@@ -92,15 +92,9 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "B T H"]:
         """Computes the hidden states after the final norm, each token reading its own document up to itself.
 
-        They are in the activations' dtype, and finite everywhere.
-
-        Args:
-            tokens: int32, all in [0, V), padding too.
-            positions: int32, counted from the start of each document.
-            segment_ids: int32; a run of equal ids is one document. Padding has an id of its own or the last document's.
-
-        Raises:
-            ValueError: if the shapes differ, or a known token id is outside the vocabulary.
+        They are in the activations' dtype, and finite everywhere. Token ids are in [0, V), padding too. Positions count from
+        the start of each document, a run of equal segment ids; padding has an id of its own or the last document's.
+        ValueError if the shapes differ, or a known token id is outside the vocabulary.
         """
         require(tokens.ndim == 2, "tokens", "shape [B, T]", tokens.shape)
         require(positions.shape == tokens.shape, "positions", f"shape {tokens.shape}", positions.shape)
@@ -109,10 +103,7 @@ class Decoder(nnx.Module):
         return hidden
 
     def head(self) -> tuple[HeadSpec, Float[Array, "V H"]]:
-        """Returns the head's arithmetic at temperature 1, and its weight in the activations' dtype.
-
-        With tied embeddings the weight is the embedding table.
-        """
+        """Returns the head's arithmetic at temperature 1, and its weight or tied table in the activations' dtype."""
         config = self.config
         weight = self.embed_tokens.embedding if config.tie_embeddings else self.lm_head.weight
         return config.head_spec, weight[...].astype(config.dtype)

@@ -10,8 +10,6 @@ FIRST_WITH_BFLOAT16 = (8, 0)
 
 
 class DtypeChoice(NamedTuple):
-    """A dtype, and the reason for it in a few words."""
-
     dtype: str
     reason: str
 

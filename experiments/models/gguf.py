@@ -27,8 +27,6 @@ MAX_READS = 2**20
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What a GGUF file holds."""
-
     metadata: dict[str, Any]
     tensors: dict[str, Any]
 
@@ -39,7 +37,6 @@ class GgufFile:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor by name, outputs first."""
         return {name: tuple(int(size) for size in reversed(each.shape)) for name, each in self.tensors.items()}
 
     def read(self, name: str) -> Float[np.ndarray, "..."]:
@@ -55,11 +52,7 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Opens a GGUF file.
-
-    Raises:
-        ValueError: if there is no such file, it is not a GGUF, it is damaged, or the extra is not installed.
-    """
+    """Opens a GGUF file; ValueError if there is none, it is another kind or damaged, or the extra is not installed."""
     gguf = import_extra("gguf", "gguf", "gguf")
     require(path.is_file(), "gguf", "a file", f"{path.name}, which is not a file")
     with path.open("rb") as stream:
@@ -94,10 +87,7 @@ def _bounded_reader(reader: Any) -> Any:
 
 
 def decoder_config(file: GgufFile) -> DecoderConfig:
-    """Returns sizes and options of the model in a file; fp32 activations and parameters.
-
-    ValueError if the architecture is not Llama's, or has an option that `Decoder` does not have.
-    """
+    """Returns the model's sizes and options, all in fp32; ValueError for other architectures and what `Decoder` lacks."""
     seen = file.value("general.architecture")
     require(seen == ARCHITECTURE, "gguf, general.architecture", repr(ARCHITECTURE), repr(seen))
     scaling = file.metadata.get(f"{ARCHITECTURE}.rope.scaling.type", "none")

@@ -16,10 +16,7 @@ CONTROL = 3
 
 
 def load_gguf_tokenizer(file: GgufFile, *, chat_template: bool | None = True) -> PretrainedTokenizer:
-    """Returns the tokenizer in a file.
-
-    ValueError if it is of another kind or lacks a chat template that has to be there, or the extra is not installed.
-    """
+    """Returns the tokenizer in a file; ValueError for another kind, or without the extra or a chat template it needs."""
     package = import_extra("tokenizers", "gguf", "gguf")
     for key, expected in (("tokenizer.ggml.model", MODEL), ("tokenizer.ggml.pre", SPLIT)):
         require(file.value(key) == expected, f"gguf, {key}", repr(expected), repr(file.value(key)))

@@ -74,9 +74,7 @@ class MeshSpec:
 def parse_mesh(text: str) -> MeshSpec:
     """Reads `axis=size` pairs, separated by commas; an axis that is not named has size 1, and -1 is the rest of the devices.
 
-    Raises:
-        ValueError: if an axis is unknown or repeated, a size is neither a positive integer nor -1, more than one is -1, or
-            the other axes do not divide the devices.
+    ValueError for anything else, or if the other axes do not divide the devices.
 
     Example:
         >>> parse_mesh("data=2,tensor=4")
@@ -107,7 +105,6 @@ def _with_rest(sizes: dict[str, int], text: str) -> dict[str, int]:
 
 
 def row_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Returns the axes of the mesh that split documents."""
     return tuple(axis for axis in ROW_AXES if axis in mesh.shape)
 
 
@@ -170,11 +167,7 @@ def settled(result: Any, mesh: Mesh) -> Any:
 def make_mesh(spec: MeshSpec) -> jax.sharding.Mesh:
     """Lays the first `data * fsdp * sequence * tensor` devices out as a mesh, neighbours along the tensor axis.
 
-    The axes are of type Auto: the compiler places what the caller has not placed.
-
-    Raises:
-        ValueError: if there are fewer devices than the mesh takes; on the CPU the message says how to simulate them. With
-            several processes, also if there are more: each of them has to have a part of it.
+    The axes are of type Auto: the compiler places what the caller has not placed. Raises as `require_devices`.
     """
     require_devices(spec)
     devices = jax.devices()[: spec.num_devices]

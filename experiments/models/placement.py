@@ -71,10 +71,7 @@ def over_processes(x: jax.Array) -> jax.Array:
 
 
 def bytes_of_process(tree: Any) -> int:
-    """Returns the bytes of a tree's shards on the devices of this process, equal ones counted once.
-
-    Shapes, dtypes and places of the arrays are enough.
-    """
+    """Returns the bytes of a tree's shards on this process's devices, equal ones once; shapes, dtypes and places suffice."""
 
     def shards(leaf: Any) -> int:
         places = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
@@ -84,14 +81,11 @@ def bytes_of_process(tree: Any) -> int:
 
 
 def bytes_a_device(tree: Any) -> int:
-    """Returns the bytes of the shards of a tree on one device that has a shard of each array.
-
-    Shapes, dtypes and places of the arrays are enough.
-    """
+    """Returns the bytes of a tree's shards on a device that has one of each array; shapes, dtypes and places suffice."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def total_bytes(tree: Any) -> int:
-    """Returns the bytes of a tree's arrays, each counted once, of which the shapes and dtypes are enough."""
+    """Returns the bytes of a tree's arrays, each counted once; shapes and dtypes suffice."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -51,11 +51,8 @@ def small_files(pretrained: Pretrained) -> dict[str, bytes]:
 def open_pretrained(path: str | Path, *, chat_template: bool | None = True) -> Pretrained:
     """Opens a model on disk: a directory with config.json, a GGUF file, or `package:NAME`.
 
-    Prompts go through the chat template, which then has to be there; with None they do where there is one.
-
-    Raises:
-        ValueError: if there is no such path, the model cannot be expressed, or the tokenizer has more ids than the
-            embedding.
+    Prompts go through the chat template, which then has to be there; with None they do where there is one. ValueError if
+    there is no such path, the model cannot be expressed, or the tokenizer has more ids than the embedding.
     """
     path = located(path)
     require(path.exists(), "model", "a Hugging Face directory or a GGUF file", f"{path}, which does not exist")

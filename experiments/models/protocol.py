@@ -40,11 +40,7 @@ class Model(Protocol):
 
 
 def check_model(model: Any, vocab_size: int, argument: str = "model") -> None:
-    """Traces both methods on a row of two tokens; `argument` names the model in messages.
-
-    Raises:
-        ValueError: if the model lacks something of `Model`, or shapes do not belong together.
-    """
+    """Traces both methods on a row of two tokens; ValueError, which calls the model `argument`, if it is no `Model`."""
     expected = "an nnx.Module with hidden_states(tokens, positions, segment_ids) and head()"
     has_both = all(callable(getattr(model, name, None)) for name in ("hidden_states", "head"))
     require(isinstance(model, nnx.Module) and has_both, argument, expected, f"a {type(model).__name__}")

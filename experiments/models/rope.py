@@ -47,7 +47,6 @@ class LinearScaling:
         require(1.0 <= self.factor < math.inf, "rope_scaling.factor", "a finite number of at least 1", self.factor)
 
     def stretch(self, frequencies: np.ndarray) -> np.ndarray:
-        """Returns the stretched frequencies, radians per position."""
         return frequencies / self.factor
 
 

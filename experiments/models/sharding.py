@@ -46,14 +46,11 @@ def parameter_shardings(state: nnx.Module | nnx.State, mesh: Mesh):
     Vocabulary rows, query heads, key-value heads and the features inside the gated products are split over "tensor",
     features of the residual stream over "fsdp" and "sequence"; an axis that they do not divide, and a parameter that does
     not name its axes, is whole on every device. A table of vocabulary rows that "tensor" does not divide is split over it
-    by features. The mesh axes have to be of type Auto; without "tensor", "fsdp" and "sequence" all is replicated.
+    by features; ValueError if it does not divide these either, or if an axis has a name without a rule. The mesh axes have
+    to be of type Auto; without "tensor", "fsdp" and "sequence" all is replicated.
 
     `state` is a model, its `nnx.state`, or a tree that repeats the parameters with their metadata, such as the state of an
     optimizer; other leaves are replicated. The shardings have the tree's structure, fit for `jax.device_put` and `jax.jit`.
-
-    Raises:
-        ValueError: if a mesh axis is not of type Auto, an axis of a parameter has a name without a rule, or "tensor" divides
-            neither the rows nor the features of a table.
     """
     if isinstance(state, nnx.Module):
         state = nnx.state(state)

@@ -44,32 +44,25 @@ class Tokenizer(Protocol):
     def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Returns what the model reads of a conversation (`role` and `content` of each message), up to where it is to speak.
 
-        Raises:
-            ValueError: no chat template, or one that refuses the messages.
+        ValueError without a chat template, or if it refuses the messages.
         """
 
     def encode_turns(self, messages: Sequence[Mapping[str, str]], turns: Sequence[int]) -> tuple[list[int], list[bool]]:
         """Returns the ids of a whole conversation, and which of them are labels: those of the messages with indices `turns`.
 
-        Raises:
-            ValueError: no chat template, or one that refuses the messages or does not tell the turns apart.
+        ValueError without a chat template, or if it refuses the messages or does not tell the turns apart.
         """
 
     def longest_prompt(self, text_tokens: int) -> int:
         """Returns the most ids of a prompt whose text has so many characters, or bytes where any text is allowed."""
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text, without special ids.
-
-        Raises:
-            ValueError: a character has no id; the message has the character and its position.
-        """
+        """Returns the ids of a text, without special ids; ValueError names a character that has no id, and its position."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of ids up to the first of `eos_ids`; other special ids are skipped, unused ids read as U+FFFD.
 
-        Raises:
-            ValueError: an id before the first end is not an integer in [0, vocab_size).
+        ValueError if an id before the first end is not an integer in [0, vocab_size).
         """
 
 
@@ -77,11 +70,7 @@ class Tokenizer(Protocol):
 class _SymbolTokenizer:
     """What the tokenizers of this file share: special ids, prompts after one start token, and no chat template.
 
-    Args:
-        num_ids: of a model whose vocabulary is larger; None takes as many as are needed.
-
-    Raises:
-        ValueError: fewer ids than are needed.
+    `num_ids` is that of a model whose vocabulary is larger; None takes as many ids as are needed.
     """
 
     num_ids: int | None = field(default=None, kw_only=True)
@@ -134,10 +123,7 @@ class _SymbolTokenizer:
 
 @dataclass(frozen=True)
 class CharTokenizer(_SymbolTokenizer):
-    """One id for each character of an alphabet, in the alphabet's order.
-
-    Args:
-        alphabet: the characters, each once.
+    """One id for each character of an alphabet, in the alphabet's order; each character is in it once.
 
     Raises:
         ValueError: the alphabet is empty, repeats a character, or contains U+FFFD; or fewer ids than are needed.

@@ -58,16 +58,11 @@ class KVCache:
     """B rows that continue Q prompts of P slots, with S slots for generated tokens.
 
     All rows have generated equally many tokens, so that the next one goes to the same slot of every row. Every layer has
-    its own arrays: a loop that carries them overwrites a slot in place.
-
-    Attributes:
-        layers: one for each layer.
-        prompt_lengths: int32, tokens of each row's prompt; the slots after them are empty.
-        prompt_of_row: int32 in [0, Q) where rows share prompts, counted on each device among those that it has; else None:
-            row b continues prompt b.
-        filled: int32, slots of generated tokens that hold one.
-        implementation: how these are attended to, of `experiments.models.attention.cached.IMPLEMENTATIONS`.
-        copies: the rows of each run of this many, counted from a device's first row, are known to continue one prompt.
+    its own arrays: a loop that carries them overwrites a slot in place. A row's prompt has `prompt_lengths` tokens, and the
+    slots after them are empty. `prompt_of_row`, where rows share prompts, is in [0, Q), counted on each device among those
+    that it has; None: row b continues prompt b. `filled` slots of generated tokens hold one. The `implementation` is one of
+    `experiments.models.attention.cached.IMPLEMENTATIONS`. The rows of each run of `copies`, counted from a device's first
+    row, are known to continue one prompt.
     """
 
     layers: tuple[LayerCache, ...]

@@ -23,8 +23,6 @@ BLOCK = 128
 
 
 class Options(NamedTuple):
-    """Static facts of a call."""
-
     block: int
     scale: float
     softcap: float | None

@@ -9,7 +9,6 @@ from experiments.models.attention.call import NARROW_DTYPES, AttentionCall, need
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """Returns why cuDNN cannot take the call here, or None."""
     missing = needs_nvidia_gpu(8)
     if missing is not None:
         return missing

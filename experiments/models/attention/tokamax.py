@@ -12,7 +12,6 @@ OLDEST_JAX = (0, 11, 1)
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """Returns why tokamax cannot take the call here, or None."""
     missing = needs_nvidia_gpu(9)
     if missing is not None:
         return missing

@@ -93,7 +93,6 @@ def attend_triton(
 def _on_one_device(
     arithmetic: _Arithmetic, copies: int, interpret: bool, held: LayerCache, projections, own_rows, shared
 ):
-    """Runs the kernel on the rows and heads that one device has."""
     rows, _, heads, head_dim = projections.shape
     kv_heads = held.keys.shape[1]
     operands = (*held, projections[:, 0], *own_rows, *shared)

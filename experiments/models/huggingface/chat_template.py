@@ -35,10 +35,8 @@ _SCRIPT = Path(__file__).with_name("template_process.py")
 class ChatTemplate:
     """A template and the special tokens that it may name.
 
-    No date is given to it (`strftime_now` is undefined), so that a prompt is the same text on every day.
-
-    Raises:
-        ValueError: if the program has an error of syntax, or the extra hf is not installed.
+    No date is given to it (`strftime_now` is undefined), so that a prompt is the same text on every day. ValueError if it
+    has an error of syntax, or the extra hf is not installed.
     """
 
     source: str
@@ -52,11 +50,8 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], *, to_answer: bool = True, marks: tuple[str, str] = ("", "")) -> str:
         """Renders a conversation: with `to_answer` up to where the model is to speak (`add_generation_prompt`).
 
-        `marks` are written where the template's {% generation %} blocks begin and end.
-
-        Raises:
-            ValueError: if the template refuses the messages, fails, or takes more time or memory, or writes a longer text,
-                than this module's bounds.
+        `marks` are written where the template's {% generation %} blocks begin and end. ValueError if the template refuses
+        the messages, fails, or goes beyond this module's bounds.
         """
         variables = {**self.tokens, "messages": [dict(each) for each in messages], "add_generation_prompt": to_answer}
         variables |= dict(zip(("generation_start", "generation_end"), marks, strict=True))

@@ -67,8 +67,7 @@ REFUSED = {
 def decoder_config(file: JsonObject) -> DecoderConfig:
     """Returns sizes and options of the model that config.json describes; fp32 activations and parameters.
 
-    Raises:
-        ValueError: if the model type is another, a field cannot be expressed, or a value is out of range; names the field.
+    ValueError names the field that is out of range or cannot be expressed, such as another model type.
 
     Example:
         >>> sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,

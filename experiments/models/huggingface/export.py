@@ -29,10 +29,7 @@ MAX_SHARD_BYTES = 2 * 2**30
 
 
 def made_files(config: DecoderConfig, tokenizer: PretrainedTokenizer) -> dict[str, bytes]:
-    """Makes the files, other than the weights, of a model that did not come from such a directory.
-
-    ValueError if transformers does not have the architecture.
-    """
+    """Makes all files but the weights for a model from elsewhere; ValueError if transformers lacks its architecture."""
     text_of = tokenizer.inner.id_to_token
     ends = {"eos_token_id": list(tokenizer.eos_ids), "pad_token_id": tokenizer.pad_id}
     options: dict[str, Any] = {

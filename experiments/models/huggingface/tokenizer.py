@@ -57,9 +57,7 @@ class PretrainedTokenizer:
         A turn's labels are its content and what the template writes to end it, its end token being the last: white space
         behind that is none. A token is a label if its first character is one. A token that begins before the turn is
         none, because the policy, asked to speak, would not draw it; one that runs over the turn's end is.
-
-        Raises:
-            ValueError: if there is no template, or as `experiments.models.huggingface.turn_spans.render_turns`.
+        ValueError without a template, or as `experiments.models.huggingface.turn_spans.render_turns`.
         """
         text, spans = render_turns(self._required_template, messages, turns)
         encoding = self._without_post_processor.encode(text, add_special_tokens=False)
@@ -108,9 +106,7 @@ class PretrainedTokenizer:
 def load_tokenizer(path: Path, *, chat_template: bool | None = True) -> PretrainedTokenizer:
     """Returns the tokenizer of a directory.
 
-    Raises:
-        ValueError: if a file is missing or damaged, there is no end token or no chat template although one is needed, or the
-            extra hf is not installed.
+    ValueError if a file is missing or damaged, or if there is no end token, no extra hf, or no chat template that is needed.
     """
     inner = _inner(path)
     options = _optional(path, "tokenizer_config.json")

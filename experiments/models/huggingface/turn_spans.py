@@ -28,11 +28,8 @@ def render_turns(template: ChatTemplate, messages: Sequence[Message], turns: Seq
     """Renders a whole conversation, and finds the messages with the indices `turns` in the text.
 
     A turn of another role than assistant begins with the content of its message, because no prompt ends with the header of
-    that role.
-
-    Raises:
-        ValueError: if the template refuses the messages or a prefix of them; if it writes a wanted turn differently without
-            the turns that follow; or if its {% generation %} blocks are not one for each turn of the assistant.
+    that role. ValueError if the template refuses the messages or a prefix of them; if it writes a wanted turn differently
+    without the turns that follow; or if its {% generation %} blocks are not one for each turn of the assistant.
     """
     text = template.render(messages, to_answer=False)
     marked = _marked_spans(template, messages, text) if _MARKED.search(template.source) else {}

@@ -21,9 +21,8 @@ COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 class SafetensorsDirectory:
     """A `TensorSource` of one directory. A file is opened for one tensor at a time: what has been read leaves memory.
 
-    Raises:
-        ValueError: if there are no weights, a shard is missing or outside of the directory, a file is damaged or cut short,
-            a tensor has another dtype, or the extra hf is not installed.
+    ValueError if there are no weights, a shard is missing or outside of the directory, a file is damaged or cut short, a
+    tensor has another dtype, or the extra hf is not installed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -76,11 +75,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def opened_safetensors(file: Path, place: str) -> Generator[Any, None, None]:
-    """Opens a file for reading its tensors as NumPy arrays; messages call it `place`.
-
-    Raises:
-        ValueError: if the file is damaged or cut short, or the extra hf is not installed.
-    """
+    """Opens a file for reading its tensors as NumPy arrays; ValueError, which calls it `place`, if it is damaged."""
     safetensors = import_extra("safetensors", place, "hf")
     try:
         with safetensors.safe_open(file, framework="numpy") as tensors:
