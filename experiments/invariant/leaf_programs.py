@@ -82,10 +82,7 @@ class LeafPrograms:
         return Loaded(copies, weights, [jax.device_put(weight, device) for device in devices], rows)
 
     def trace(self, rows: int, length: int) -> None:
-        """Traces the head for leaves of a shape without compiling it, so that `head_run` is known.
-
-        ValueError for operands that the engine does not take.
-        """
+        """Traces the head for leaves of a shape without compiling it; ValueError for operands that the engine refuses."""
         config, shards, tokens = self.config, self._shards(), (self.ranks.count * rows, length)
         blocks = shards.num_shards * shards.max_width
         hidden, weight = ((*tokens, config.hidden_size), config.dtype), ((blocks, config.hidden_size), config.dtype)
@@ -112,10 +109,7 @@ class LeafPrograms:
         return [TokenLogProbs(*each) for each in zip(*map(self.ranks.pieces, result[:2]), strict=True)]
 
     def head_vjp(self, loaded: Loaded, hidden: list, targets: list, mask: list, cotangents: list) -> list[tuple]:
-        """Computes gradients of each rank's hidden states, and of the head [1, V, H] from that rank alone.
-
-        Cotangents are those of log-probs and entropies.
-        """
+        """Computes gradients of each rank's hidden states and head [1, V, H] from those of its log-probs and entropies."""
         join, pieces = self.ranks.join, self.ranks.pieces
         joined = tuple(map(join, zip(*cotangents, strict=True)))
         operands = (join(hidden), loaded.rows, join(targets), join(mask), joined)

@@ -47,24 +47,22 @@ class LeafSums:
 
     @property
     def head_run(self) -> HeadRun | None:
-        """See `GradientBackend`."""
         return self._programs.head_run
 
     @property
     def num_compilations(self) -> int:
-        """See `GradientBackend`; 1 per data rank, whatever the number of leaves."""
+        """1 per data rank, whatever the number of leaves."""
         compiled: Any = self._loss
         return compiled._cache_size()
 
     def trace(self, params: nnx.State, padding: Round) -> None:
-        """See `GradientBackend`."""
         self._programs.trace(padding.packing.rows, padding.packing.row_length)
 
     def ahead(self, params: nnx.State, padding: Round) -> None:
-        """See `GradientBackend`; several programs a leaf."""
+        """Returns None: a leaf takes several programs."""
 
     def without_zeros(self, documents: Sequence[Document], packing: Packing) -> tuple[list[Document], list[Round]]:
-        """See `GradientBackend`; those of whole leaves, which keep their place in the tree."""
+        """Omits whole leaves only, which keep their place in the tree."""
         computed, rounds = [], []
         for each in packing.rounds(documents):
             leaves = [[each.documents[number] for number in numbers] for numbers in each.by_rank]
@@ -92,11 +90,9 @@ class LeafSums:
         return None if total is None else self._exchange.whole(total)
 
     def score(self, params: nnx.State, scored: Round) -> Float[np.ndarray, "ranks rows row_length"]:
-        """See `GradientBackend`."""
         return self._scored(params, scored, "log_probs")
 
     def entropies(self, params: nnx.State, scored: Round) -> Float[np.ndarray, "ranks rows row_length"]:
-        """See `GradientBackend`."""
         return self._scored(params, scored, "entropy")
 
     def _scored(self, params: nnx.State, scored: Round, name: str) -> np.ndarray:

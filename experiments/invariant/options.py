@@ -14,8 +14,6 @@ ENGINES = ("fixed_order", "hopper")
 
 
 class HeadChoice(NamedTuple):
-    """The engine of the head, and the reason for it in a few words."""
-
     engine: str
     reason: str
 
