@@ -50,19 +50,13 @@ class ChatConfig:
 
 
 class Chat:
-    """A conversation with one model."""
-
     def __init__(self, loaded: LoadedModel, options: StreamOptions, seed: int) -> None:
         self._loaded, self._options, self._graph = loaded, options, loaded.graph
         self._key, self._answers = jax.random.key(seed), 0
         self._messages: list[dict[str, str]] = []
 
     def answer(self, text: str) -> Iterator[str]:
-        """Yields pieces of the answer to a text; both become part of the conversation.
-
-        Raises:
-            ValueError: if the tokenizer or the chat template refuses the text.
-        """
+        """Yields pieces of the answer to a text; both become part of the conversation."""
         tokenizer = self._loaded.tokenizer
         prompt = self._prompt(text)
         key = jax.random.fold_in(self._key, self._answers)
@@ -92,11 +86,6 @@ class Chat:
 
 
 def start(config: ChatConfig) -> Chat:
-    """Loads the model.
-
-    Raises:
-        ValueError: if the model cannot be loaded, or an option is out of range.
-    """
     require(config.dtype in DTYPES, "--dtype", " or ".join(DTYPES), config.dtype)
     options = StreamOptions(config.max_new_tokens, config.temperature)
     return Chat(load_model(config.model, dtype=config.dtype), options, config.seed)
@@ -109,7 +98,7 @@ def _say(chat: Chat, text: str) -> None:
 
 
 def main(config: ChatConfig) -> None:
-    """Answers one prompt, or lines until an empty one. Raises the errors of :func:`start` and `Chat.answer`."""
+    """Answers one prompt, or lines until an empty one."""
     chat = start(config)
     if config.prompt is not None:
         _say(chat, config.prompt)

@@ -61,16 +61,10 @@ def run_command(
     arguments: Sequence[str] | None = None,
     default: Callable[[Sequence[str]], OptionsT] | None = None,
 ) -> ResultT:
-    """Runs a command from its command line, and returns what `main` returns.
+    """Runs a command from its command line, and returns what `main` returns; else one line on stderr and SystemExit.
 
-    Args:
-        program: its module, as ``python -m`` takes it.
-        description: shown by ``--help``.
-        arguments: the command line; None takes that of the process.
-        default: makes the defaults from the command line; None takes those of `options`.
-
-    Raises:
-        SystemExit: for anything else than a result, with the code of `exit_code`, after one line on stderr.
+    `program` is its module, as ``python -m`` takes it. Without `arguments`, they are those of the process. `default` makes
+    the defaults from the command line; without it they are those of `options`.
     """
     given = arguments_of(arguments)
     with errors_in_one_line(options, debug=DEBUG in given):

@@ -28,9 +28,6 @@ _COUNTS: Counter[str] = Counter()
 def take_cache_option(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     """Returns the value of `--cache`, None without one, and the other arguments.
 
-    Raises:
-        ValueError: if the option has no value.
-
     Example:
         >>> take_cache_option(["--seed", "1", "--cache", "none"])
         ('none', ['--seed', '1'])
@@ -47,15 +44,10 @@ def take_cache_option(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def use_compilation_cache(choice: str | None, *, distributed: bool = False) -> None:
-    """Sets the folder of compiled programs.
+    """Sets the folder of compiled programs: a path, or "none".
 
-    Args:
-        choice: a folder, or "none". None takes the environment's `JAXLOGP_CACHE`, else the folder that JAX has been told
-            of, else one in the user's cache, but no folder for a run of several processes.
-        distributed: whether this is one of several processes.
-
-    Raises:
-        ValueError: if the folder cannot be made.
+    None takes the environment's `JAXLOGP_CACHE`, else the folder that JAX has been told of, else one in the user's cache,
+    but no folder for a run of several processes.
     """
     if choice == NONE:
         # JAX may have been told of a folder by its own variable.

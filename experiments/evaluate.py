@@ -47,15 +47,6 @@ class EvaluateConfig:
 
 
 def load(config: EvaluateConfig, task: Task | None = None) -> LoadedRun:
-    """Returns a run with its newest checkpoint, or a model on disk.
-
-    Args:
-        config: the options.
-        task: your own task, if the run began with one.
-
-    Raises:
-        ValueError: if there is no run folder, intact checkpoint or model, or an option is out of range.
-    """
     if config.run is None:
         require(config.model is not None, "run", "a run folder, or --model", "neither")
         given = {} if config.task is None else {"task": config.task}
@@ -84,7 +75,7 @@ def _changed(stored: Config, config: EvaluateConfig) -> Config:
 
 
 def main(config: EvaluateConfig, task: Task | None = None) -> Scores:
-    """Loads and scores a run. Arguments and errors are those of :func:`load`."""
+    """Loads and scores a run, or a model on disk; `task` is your own, if the run began with one."""
     inference, params, step = load(config, task)
     scores = inference.evaluation.of(inference.policy_of(params)).scores
     print(f"step {step}, {inference.evaluation.size}")

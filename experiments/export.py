@@ -38,11 +38,7 @@ class ExportConfig:
 
 
 def main(config: ExportConfig) -> Path:
-    """Loads and writes a model, and returns the directory.
-
-    Raises:
-        ValueError: if the model cannot be loaded or transformers does not have it, or the directory exists already.
-    """
+    """Loads and writes a model, and returns the directory, which must not exist yet."""
     out = Path(config.out)
     require(not out.exists(), "out", "a directory that does not exist yet", out)
     require(config.dtype in (None, *DTYPES), "--dtype", " or ".join(DTYPES), config.dtype)

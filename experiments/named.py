@@ -25,16 +25,7 @@ def is_module_name(text: str) -> bool:
 
 
 def import_named(option: str, text: str, expected: str) -> Any:
-    """Returns the object that an option names.
-
-    Args:
-        option: the option as it is typed, for messages.
-        text: module:name.
-        expected: what the option takes, for messages.
-
-    Raises:
-        ValueError: if the text is no module:name, there is no such module or it raises, or it has no such attribute.
-    """
+    """Returns the object that an option names; ValueError says what it `expected`, and why there is none."""
     require(is_module_name(text), option, expected, repr(text))
     module, _, name = text.partition(":")
     try:
@@ -50,11 +41,7 @@ def import_named(option: str, text: str, expected: str) -> Any:
 
 
 def call_named(option: str, text: str, expected: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns what a named function or class makes; `option`, `text` and `expected` are those of `import_named`.
-
-    Raises:
-        ValueError: if it raises.
-    """
+    """Returns what a named function or class makes; ValueError, with the words of `import_named`, if it raises."""
     try:
         return function(*arguments)
     except Exception as error:

@@ -36,11 +36,7 @@ class PlotConfig:
 
 
 def main(config: PlotConfig) -> Path:
-    """Writes the figure and returns its path.
-
-    Raises:
-        ValueError: if a run folder cannot be read, the runs have different options, or the figure's folder does not exist.
-    """
+    """Writes the figure and returns its path."""
     figure = Path(config.figure)
     require(figure.parent.is_dir(), "--figure", "a file in an existing folder", figure)
     require(len(config.runs) > 0, "runs", "at least one run folder", "none")

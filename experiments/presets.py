@@ -50,13 +50,7 @@ class _Choice:
 
 
 def defaults_for(arguments: Sequence[str] | None = None) -> Config:
-    """The defaults that a command line asks for.
-
-    Args:
-        arguments: those of the command; None takes those of the process.
-
-    Raises:
-        ValueError: an unknown preset.
+    """The defaults that a command line asks for; without `arguments`, that of the process.
 
     Example:
         >>> defaults_for(["--seed", "1", "--preset", "smollm2"]).task

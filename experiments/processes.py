@@ -50,8 +50,6 @@ _POLL_MS = 1000
 
 
 class Failure(NamedTuple):
-    """Why a process has ended."""
-
     process: int
     code: int
     sentence: str
@@ -79,10 +77,7 @@ class Processes:
     def gather(self, what: str, value: Any) -> list[Any]:
         """Returns every process's value, as JSON returns it unchanged, by their numbers; infinities and NaN are allowed.
 
-        All of them have to call it, in the same order, with the same name for the value.
-
-        Raises:
-            RuntimeError: if another process gathers something else: the processes do not run the same program any more.
+        All of them have to call it, in the same order, with the same name for the value; else RuntimeError.
         """
         if self.count == 1:
             return [value]
@@ -95,11 +90,7 @@ class Processes:
         return values
 
     def attempt(self, what: str, make: Callable[[], T]) -> list[T]:
-        """Returns what `make` returns in every process, as `gather` does; if it fails in one, all of them fail.
-
-        Raises:
-            OSError: the first failure.
-        """
+        """Returns what `make` returns in every process, as `gather` does; an OSError in one is raised in all of them."""
         if self.count == 1:
             return [make()]
         try:
@@ -301,11 +292,7 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
     """Joins the other processes; before anything has asked JAX for its devices.
 
     The coordinator is host:port of process 0; all three are None where the cluster says it (SLURM, Open MPI, Kubernetes, a
-    Cloud TPU).
-
-    Raises:
-        ValueError: if only some of the three are given, a number is out of range, or the cluster does not say.
-        OSError: if the others did not come, or process 0 is not where it was said to be.
+    Cloud TPU). OSError if the others did not come, or process 0 is not where it was said to be.
     """
     given = {"--coordinator": coordinator, "--num-processes": num_processes, "--process-id": process_id}
     missing = [name for name, value in given.items() if value is None]

@@ -23,7 +23,6 @@ class Refusal:
     prompts: Mapping[int, list[int]] = field(default_factory=dict)
 
     def sentence(self, tokenizer: Tokenizer) -> str:
-        """Returns what is wrong, and in which documents."""
         if not self.prompts:
             return self.what
         named = ", ".join(
@@ -43,11 +42,7 @@ class NotFinite(ValueError):
 
 
 def require_finite(what: str, values: Sequence[np.ndarray], prompt: Callable[[int], list[int]]) -> None:
-    """Checks values of documents, one array each, for what they are in fp32; `prompt` has the tokens of a document's prompt.
-
-    Raises:
-        NotFinite: some are not.
-    """
+    """Raises NotFinite if fp32 does not hold values of documents, one array each; `prompt` has the tokens of a prompt."""
     if values and not _finite(np.concatenate(values)):
         prompts = {number: prompt(number) for number, each in enumerate(values) if not _finite(each)}
         raise NotFinite(Refusal(f"{what} not finite", prompts))

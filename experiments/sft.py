@@ -92,11 +92,7 @@ class SftConfig(ProcessOptions, SftOptions):
 
 
 def config_of(options: SftOptions) -> Config:
-    """Returns the options as those of a run.
-
-    Raises:
-        ValueError: if there is no file.
-    """
+    """Returns the options as those of a run."""
     require(options.data.path is not None, "--data.path", "a file, or --resume", "none")
     given = {each.name: getattr(options, each.name) for each in dataclasses.fields(SftOptions)}
     del given["data"], given["resume"]

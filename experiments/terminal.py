@@ -8,13 +8,9 @@ _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udf
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
-    r"""Replaces control characters by their escapes in Python, such as ``\x1b``.
+    r"""Replaces control characters, except those to keep, by their escapes in Python, such as ``\x1b``.
 
     A terminal obeys them: they rewrite lines that are on the screen, set its title, or write to the clipboard.
-
-    Args:
-        text: any text.
-        keep: control characters that stay; none where the text has to be one line.
 
     Example:
         >>> print(printable("a\x1b[2Jb\r\n"))
