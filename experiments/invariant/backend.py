@@ -23,8 +23,6 @@ from jaxlogp.head import FixedOrderEngine, FixedOrderHopperEngine
 
 
 class InvariantBackend(GivesParams):
-    """Leaves in a fixed order, and a sampler that runs the trainer's own programs."""
-
     def __init__(
         self,
         model: ModelSource,

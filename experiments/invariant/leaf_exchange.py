@@ -38,10 +38,7 @@ class LeafExchange:
         self._gather = jax.jit(self._gathered, out_shardings=NamedSharding(ranks.mesh, P()))
 
     def deal(self, trees: Sequence[Any]) -> list[Any]:
-        """Returns the trees of all ranks, in their order, each rank with its part of the elements of every one.
-
-        `trees` are those of the ranks of this process; every array has a first dimension of 1.
-        """
+        """Returns all ranks' trees, with each rank's part of the elements, from those [1, ...] of this process's ranks."""
         if self._ranks.count == 1:
             return list(trees)
         columns = zip(*map(jax.tree.leaves, trees), strict=True)

@@ -101,7 +101,6 @@ class LeafPrograms:
         return [self.reader.rows(weights, each) for weights, each in zip(loaded.weights, tokens, strict=True)]
 
     def head(self, loaded: Loaded, hidden: list, targets: list, mask: list) -> list[TokenLogProbs]:
-        """Computes log-probs and entropies of each rank's tokens."""
         join = self.ranks.join
         operands = (join(hidden), loaded.rows, join(targets), join(mask))
         # Only one program with collectives in flight at a time, as in GspmdGradients.

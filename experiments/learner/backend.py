@@ -54,10 +54,7 @@ class GradientBackend(Protocol):
         """Returns the sums of a step, nothing divided; None without documents. `version` is that of the parameters."""
 
     def score(self, params: nnx.State, scored: Round) -> Float[np.ndarray, "ranks rows row_length"]:
-        """Returns log-probs of the labels of one round, 0 elsewhere, by the forward pass that the gradients start from.
-
-        They are the same in every process.
-        """
+        """Returns log-probs of the labels of one round in every process, 0 elsewhere, by the gradients' own forward pass."""
 
     def entropies(self, params: nnx.State, scored: Round) -> Float[np.ndarray, "ranks rows row_length"]:
         """Returns entropies of the labels of one round in nats, otherwise as `score`."""

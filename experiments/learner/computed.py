@@ -16,7 +16,6 @@ COMPUTED = "computed/"
 
 
 def has_effect(document: Document) -> bool:
-    """Whether a document has an advantage other than 0."""
     return bool(np.any(document.advantages))
 
 

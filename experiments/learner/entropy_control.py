@@ -14,10 +14,7 @@ class EntropyControl:
 
     After a step whose entropy is below the target, in nats, the coefficient rises by `step`, above the target it falls by
     `step`, and it stays within [0, maximum]. The entropy is the step's metric `entropy_labelled`: the mean over documents
-    with a label of the mean over their labels.
-
-    Raises:
-        ValueError: if a number is out of range, or the first coefficient is outside of [0, maximum].
+    with a label of the mean over their labels. ValueError if a number, such as `first`, is out of range.
 
     Example:
         >>> control = EntropyControl(target=0.2, step=0.25, maximum=1.0)

@@ -34,8 +34,6 @@ from jaxlogp.head.registry import EngineChoice, default_shards
 
 
 class GspmdGradients(GradientBackend):
-    """Compiled sums for one model, mesh and objective."""
-
     compiler_options = None
     head_run: HeadRun | None = None
 

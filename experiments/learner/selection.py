@@ -66,11 +66,7 @@ class Selection(ABC):
 
 @dataclass(frozen=True)
 class TopEntropy(Selection):
-    """Only labels of the highest entropy learn, this share of all labels.
-
-    Raises:
-        ValueError: if the share is out of range.
-    """
+    """Only labels of the highest entropy learn, this share of all labels; ValueError if it is out of range."""
 
     top_entropy: float
     reads_entropy = True
@@ -86,11 +82,7 @@ class TopEntropy(Selection):
 
 @dataclass(frozen=True)
 class ClipCov(Selection):
-    """A few random labels between two bounds of the covariance do not learn: Clip-Cov.
-
-    Raises:
-        ValueError: if a number is out of range.
-    """
+    """Clip-Cov: a few random labels between two bounds of the covariance do not learn; ValueError if out of range."""
 
     cov_share: float = 2e-4
     cov_low: float = 1.0
@@ -107,11 +99,7 @@ class ClipCov(Selection):
 
 @dataclass(frozen=True)
 class KlCov(Selection):
-    """Labels of the largest covariance are penalized, this share of all labels: KL-Cov.
-
-    Raises:
-        ValueError: if the share is out of range.
-    """
+    """KL-Cov: labels of the largest covariance are penalized, this share of all labels; ValueError if out of range."""
 
     cov_share: float = 2e-4
     column = PENALIZED_COLUMN

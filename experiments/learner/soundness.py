@@ -32,7 +32,6 @@ class FiniteReport(NamedTuple):
 
 
 def finite_leaves(tree: PyTree) -> Bool[Array, " leaves"]:
-    """Returns whether each leaf is sound."""
     return jnp.stack([_is_sound(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)])
 
 

@@ -27,10 +27,7 @@ def largest(*needs: int | None) -> int | None:
 
 
 def compiled_ahead(function: Any, *operands: Any) -> Ahead:
-    """Compiles a jitted function for these operands, arrays or their shapes with places.
-
-    JAX finds this program again where a call has operands of the same types and places.
-    """
+    """Compiles a jitted function for operands, or shapes with places; calls with such operands find this program again."""
     traced = function.trace(*operands)
     compiled = traced.lower().compile()
 

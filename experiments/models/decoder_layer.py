@@ -131,7 +131,6 @@ class DecoderLayer(nnx.Module):
 
     @property
     def attention_options(self) -> dict[str, float | None]:
-        """Scale and soft cap of the scores."""
         return {"scale": self.config.attention_scale, "softcap": self.config.attention_softcap}
 
     @jax.named_scope("feed_forward")

@@ -127,10 +127,7 @@ def _product(rows: Float[Array, "*tokens inputs"], kernel: Float[Array, "inputs 
 
 
 class RMSNorm(nnx.Module):
-    """x / √(mean(x²) + eps) · scale, or · (1 + scale), over the last axis; fp32 inside, in the activations' dtype outside.
-
-    So it is here that a residual stream of fp32 becomes the operand of a product.
-    """
+    """x / √(mean(x²) + eps) · scale, or · (1 + scale), over the last axis; fp32 inside, the activations' dtype outside."""
 
     def __init__(self, axis: str, features: int, config: DecoderConfig) -> None:
         self.epsilon, self.plus_one = config.rms_norm_eps, config.norm_plus_one

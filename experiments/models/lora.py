@@ -37,10 +37,7 @@ class LoraConfig:
 
 
 def merged(adapters: nnx.State, base: nnx.State, scale: float) -> nnx.State:
-    """Returns the base with W + scale · A · B in the place of every adapted kernel W.
-
-    The sum is computed in fp32 and rounded once, to the kernel's dtype.
-    """
+    """Returns the base with W + scale · A · B in the place of every adapted W, computed in fp32 and rounded once."""
     parts, whole = dict(nnx.to_flat_state(adapters)), dict(nnx.to_flat_state(base))
     for path, a in parts.items():
         if path[-1] == "lora_a":

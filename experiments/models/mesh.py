@@ -59,7 +59,6 @@ class MeshSpec:
 
     @property
     def ranks(self) -> int:
-        """Groups of devices that hold different documents."""
         return self.data * self.fsdp
 
     @property

@@ -56,8 +56,6 @@ RopeScaling = Llama3Scaling | LinearScaling
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
     """Returns each pair's angle per position, float64 [head_dim / 2] in radians: f_i = theta^(-2i / head_dim), stretched.
 
-    `head_dim` is even.
-
     Example:
         >>> rope_frequencies(4, 10000.0).tolist()
         [1.0, 0.01]

@@ -94,10 +94,7 @@ def _spec(path: tuple, names: tuple[str | None, ...], shape: tuple[int, ...], me
 
 
 def _feature_axes(where: str, sizes: dict[str | None, int], mesh: Mesh) -> tuple[str, ...] | str:
-    """Returns the axes that split the features of a table whose rows tensor ranks do not divide.
-
-    Raises ValueError if they do not divide the features either: every device would hold all of the table.
-    """
+    """Returns axes that split the features of a table whose rows cannot be split; ValueError rather than whole copies."""
     rows, features = sizes["vocab"], sizes["embed"]
     # Tensor ranks first: what the others then give to each of them lies side by side.
     with_tensor = ((TENSOR_AXIS, *PARAMETER_AXES), *((TENSOR_AXIS, axis) for axis in PARAMETER_AXES), TENSOR_AXIS)

@@ -123,10 +123,7 @@ class _SymbolTokenizer:
 
 @dataclass(frozen=True)
 class CharTokenizer(_SymbolTokenizer):
-    """One id for each character of an alphabet, in the alphabet's order; each character is in it once.
-
-    Raises:
-        ValueError: the alphabet is empty, repeats a character, or contains U+FFFD; or fewer ids than are needed.
+    """One id for each character of an alphabet, in its order; ValueError unless each is in it once, and none is U+FFFD.
 
     Example:
         >>> tokenizer = CharTokenizer("0123456789+=")

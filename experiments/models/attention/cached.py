@@ -22,7 +22,6 @@ IMPLEMENTATIONS = ("einsum", "triton")
 
 
 def choose_cached(packed: str, kv_heads: int, head_dim: int, dtype: str, mesh: Mesh | None = None) -> AttentionRun:
-    """Returns how the cache is attended to here, and why."""
     refusal = _why_not_triton(packed, kv_heads, head_dim, dtype, mesh)
     if refusal is None:
         return AttentionRun("triton", "the kernel for caches can run here")

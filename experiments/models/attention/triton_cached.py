@@ -50,8 +50,6 @@ class NormAndRotation(NamedTuple):
 
 
 class _Arithmetic(NamedTuple):
-    """Numbers that are compiled into a kernel."""
-
     epsilon: float
     scale: float
     softcap: float | None
@@ -127,10 +125,7 @@ def rows_of_program(copies: int, group: int, pairs: int) -> int:
 
 
 def _queries(together: int, group: int, kv_head) -> tuple[Array, Array]:
-    """Returns rows of the batch and heads, int32 [M], of a program's queries: one row after the other.
-
-    The last query comes again where the matrix is larger.
-    """
+    """Returns batch rows and heads, int32 [M], of a program's queries, row after row; the last repeats as padding."""
     number = together * group
     place = jnp.minimum(lax.iota(jnp.int32, max(SMALLEST_PRODUCT, pl.next_power_of_2(number))), number - 1)
     return pl.program_id(0) * together + place // group, kv_head * group + place % group

@@ -191,10 +191,7 @@ def _layer_types(file: JsonObject, model_type: str, layers: int) -> list[str]:
 
 
 def config_json(config: DecoderConfig) -> dict[str, Any]:
-    """Returns what config.json says of a model: the first model type whose config.json reads back as the same model.
-
-    ValueError if no model type of `FAMILIES` has this combination of options.
-    """
+    """Returns config.json of the first model type that reads back as the same model; ValueError if there is none."""
     # Without dtypes and how it is computed, which are not the model's.
     computed = ("dtype", "param_dtype", "residual_dtype", "fp32_head", "remat", "attention")
     defaults = {each.name: each.default for each in dataclasses.fields(config)}

@@ -104,10 +104,7 @@ class PretrainedTokenizer:
 
 
 def load_tokenizer(path: Path, *, chat_template: bool | None = True) -> PretrainedTokenizer:
-    """Returns the tokenizer of a directory.
-
-    ValueError if a file is missing or damaged, or if there is no end token, no extra hf, or no chat template that is needed.
-    """
+    """Returns the tokenizer of a directory; ValueError if a file is damaged, or a token or template is missing."""
     inner = _inner(path)
     options = _optional(path, "tokenizer_config.json")
     tokens = {name: _token_text(options, name) for name in SPECIAL_TOKENS if options.has(name)}
