@@ -115,5 +115,4 @@ def main(config: ChatConfig) -> None:
 
 
 def run_cli(arguments: list[str] | None = None) -> None:
-    """Runs the command line; see `experiments.command_line` for its exit codes."""
     run_command(ChatConfig, main, program="experiments.chat", description=__doc__, arguments=arguments)

@@ -18,11 +18,7 @@ ENVIRONMENT = 3
 
 
 def run_module(name: str) -> NoReturn:
-    """Imports a command's module under its own name, and runs its ``run_cli``.
-
-    Raises:
-        SystemExit: always; see `experiments.command_line` for its code.
-    """
+    """Imports a command's module under its own name, runs its ``run_cli``, and ends in SystemExit."""
     # In the background of a shell SIGINT is ignored, and stays so.
     interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if interrupts:

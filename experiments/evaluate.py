@@ -85,5 +85,4 @@ def main(config: EvaluateConfig, task: Task | None = None) -> Scores:
 
 
 def run_cli(arguments: list[str] | None = None) -> Scores:
-    """Runs the command line; see `experiments.command_line` for its exit codes."""
     return run_command(EvaluateConfig, main, program="experiments.evaluate", description=__doc__, arguments=arguments)

@@ -48,8 +48,6 @@ def main(config: ExportConfig) -> Path:
 
 
 def run_cli(arguments: list[str] | None = None) -> Path:
-    """Runs the command line; see `experiments.command_line` for its exit codes."""
-
     def run(config: ExportConfig) -> Path:
         out = main(config)
         print(printable(f"written: {out}"))

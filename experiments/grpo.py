@@ -42,7 +42,6 @@ class GrpoConfig(ProcessOptions, Config):
 
 
 def run_cli(arguments: Sequence[str] | None = None) -> Result:
-    """Runs the command line; see `experiments.command_line` for its exit codes."""
     given = arguments_of(arguments)
 
     def run(config: GrpoConfig) -> Result:

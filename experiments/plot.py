@@ -53,8 +53,6 @@ def main(config: PlotConfig) -> Path:
 
 
 def run_cli(arguments: list[str] | None = None) -> Path:
-    """Runs the command line; see `experiments.command_line` for its exit codes."""
-
     def run(config: PlotConfig) -> Path:
         figure = main(config)
         print(printable(f"written: {figure}"))

@@ -124,10 +124,7 @@ class Processes:
         return self.gather(what, make() if self.first else None)[0]
 
     def require_same(self, what: str, values: Mapping[str, Any]) -> None:
-        """Refuses values, by the names of arguments, that are not the same in every process.
-
-        The ValueError names the first argument, and the first process with another value.
-        """
+        """Raises ValueError unless values, by the names of arguments, are the same in every process."""
         for process, theirs in enumerate(self.gather(what, dict(values))):
             for name in values.keys() | theirs.keys():
                 mine, found = values.get(name), theirs.get(name)
@@ -169,8 +166,6 @@ class Processes:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
             return None
-
-    # The end
 
     def watch(self) -> None:
         """Ends this process, from a thread, where another one has failed: the main thread may wait for it for ever."""

@@ -101,7 +101,6 @@ def config_of(options: SftOptions) -> Config:
 
 
 def run_cli(arguments: Sequence[str] | None = None) -> Result:
-    """Runs the command line; see `experiments.command_line` for its exit codes."""
     given = arguments_of(arguments)
 
     def run(options: SftConfig) -> Result:

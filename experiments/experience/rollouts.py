@@ -27,15 +27,11 @@ ROLLOUTS = 1
 
 
 class Group(NamedTuple):
-    """The documents of one prompt, and whether their rewards are all equal."""
-
     documents: list[Document]
     degenerate: bool
 
 
 class Rollout(NamedTuple):
-    """Groups of documents, and the counts of all that were drawn for them."""
-
     groups: list[Group]
     counts: RolloutCounts
 

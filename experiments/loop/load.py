@@ -72,8 +72,6 @@ def load_run(
 
 
 class _Stored(NamedTuple):
-    """A run on disk: its folder, the step to read, its options, and what they do not describe."""
-
     folder: RunFolder
     step: int | None
     config: Config

@@ -25,7 +25,7 @@ class Phase:
     """What one `Loop` runs: steps of a learner on what a source gives.
 
     Its records in the log have the kind `name`, and its progress on the console is `label`, with about so many `rows`.
-    `evaluate` takes the number of a step; `evaluates_ends` adds the time before the first step and after the last. 0 in
+    `evaluate` takes the number of a step; `evaluates_ends` adds evaluations before the first step and after the last. 0 in
     `evaluate_every` and `drift_every` means never. `is_reached` says whether scores end the phase.
     """
 

@@ -200,7 +200,6 @@ def require_same_run(config: Config, task: Task | SupervisedFile) -> None:
 
 
 def _made_by_first(path: Path, found: Found) -> tuple[RunFolder, RunLock | None]:
-    """The run folder, with all that is in it from the start."""
     here = processes()
     made = _made(path, found) if here.first else (RunFolder(path), None)
     here.gather("run folder made", None)

@@ -64,7 +64,6 @@ class SupervisedFile:
 
 
 def find_task(config: Config) -> "Task | SupervisedFile":
-    """Returns the task that options name, or the file of a supervised run."""
     if config.supervised:
         return SupervisedFile(config.task.removeprefix(SUPERVISED))
     return config.data.task(config.task, config.seed)

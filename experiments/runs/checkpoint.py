@@ -85,10 +85,7 @@ def restore(folder: Path, template: Any, step: int | None = None, *, whole: bool
 
 
 class Checkpoints:
-    """Writes the checkpoints of a run, whose lock the caller holds, and keeps the newest `keep`; `restore` reads them.
-
-    With several processes, all of them make the same calls.
-    """
+    """Writes a run's checkpoints, whose lock is the caller's; keeps the newest `keep`. Every process calls the same."""
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
         self.folder, self._keep, self._here = folder, keep, processes("checkpoints/")
@@ -120,20 +117,14 @@ class Checkpoints:
         self._pending = self._thread.submit(self._write, step, values, _leaves_by_path(arrays))
 
     def wait_until_copied(self) -> None:
-        """Returns once nothing reads the arrays of the last save any more, before a program takes their memory over.
-
-        OSError if a save has failed so far, as of `wait_until_finished`.
-        """
+        """Returns once nothing reads the arrays of the last save any more; OSError if a save has failed so far."""
         if self._pending is not None:
             self._copied.wait()
             if self._pending.done():
                 self.wait_until_finished()
 
     def wait_until_finished(self) -> None:
-        """Returns once the save in progress is durable.
-
-        OSError if it could not be written: nothing of it is left, and older steps are as they were.
-        """
+        """Returns once the save in progress is durable; OSError if it could not be written, and nothing of it is left."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()

@@ -33,10 +33,7 @@ def save_config(path: Path, config: Any) -> None:
 
 
 def load_config(path: Path, config_type: type[ConfigT]) -> ConfigT:
-    """Rebuilds the configuration that `save_config` wrote; lists come back as tuples where the field says so.
-
-    ValueError if the file is damaged, a key is unknown or missing, or a value has another type.
-    """
+    """Rebuilds the configuration that `save_config` wrote; ValueError if it is damaged, or a key or type is another."""
     return from_json(read_config(path), config_type, f"{path}: config")
 
 

@@ -34,8 +34,6 @@ EMPTY = LogMark(0, hashlib.sha256().hexdigest())
 
 @dataclass(frozen=True)
 class LogMarks:
-    """What a checkpoint remembers of metrics.jsonl and samples.jsonl."""
-
     metrics: LogMark = EMPTY
     samples: LogMark = EMPTY
 

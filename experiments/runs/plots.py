@@ -36,8 +36,6 @@ class Curve(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """One panel: its title, the unit of its axis, its curves, and how the axis behaves."""
-
     title: str
     unit: str
     curves: tuple[Curve, ...]

@@ -67,8 +67,6 @@ class CheckpointRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a manifest, as the module's docstring has it."""
-
     step: int
     record: CheckpointRecord
     leaves: dict[str, str]
@@ -143,10 +141,7 @@ def compare_files(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def read_arrays(folder: Path, manifest: Manifest, template: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Reads the arrays with the paths of a template into its shardings: in every process, its shards and nothing else.
-
-    ValueError if Orbax cannot read them, or finds others than the manifest has.
-    """
+    """Reads the arrays of a template into its shardings, in every process its shards; ValueError if Orbax cannot."""
     places = {path: ocp.ArrayRestoreArgs(sharding=leaf.sharding) for path, leaf in template.items()}
     args = ocp.args.PyTreeRestore(item=dict.fromkeys(template, 0), restore_args=places, partial_restore=True)
     place, here = f"checkpoint step {manifest.step}", jax.process_index()

@@ -45,11 +45,7 @@ class Shape(NamedTuple):
 
 
 class Samplers:
-    """The samplers of a run, one for each kind of completion, which keeps the programs of its shapes.
-
-    `make_sampler` takes options and the tokens of a row. `temperature` is that of the run, and `row_length` the tokens of
-    the trainer's rows, the least of a row here.
-    """
+    """The samplers of a run, one for each kind of completion, for rows of at least the trainer's `row_length` tokens."""
 
     def __init__(
         self,
@@ -77,11 +73,7 @@ class Samplers:
 
 
 class SamplerPolicy:
-    """The `Policy` of the built-in samplers.
-
-    `version` is the number of documents that `params` have been trained on. `log_probs` computes those of documents by the
-    trainer's forward pass, and `reference_log_probs` those under the reference. Seeds are folded into `key`, one by one.
-    """
+    """The `Policy` of the built-in samplers; seeds are folded into `key`, one by one."""
 
     def __init__(
         self,

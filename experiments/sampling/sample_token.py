@@ -54,7 +54,6 @@ class CompletionRule:
     pad_id: int
 
     def no_support(self, rows: int, vocab_size: int) -> RecordedSupport | None:
-        """Returns the support of rows without tokens, where it is to be recorded."""
         options = self.options
         return RecordedSupport.empty(rows, options.max_new_tokens, vocab_size) if options.record_support else None
 

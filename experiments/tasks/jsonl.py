@@ -129,9 +129,8 @@ class JsonlFormat:
 class JsonlTask:
     """The examples of one file by split, in the order of its lines, with the sha256 of the file; `load_jsonl` makes it.
 
-    `exact` says that no completion is right but the answer's own text; otherwise numbers are compared.
-
-    The split hashes the prompt and not the path, so a moved or copied file keeps its split.
+    `exact` says that no completion is right but the answer's own text; otherwise numbers are compared. The split hashes the
+    prompt and not the path, so a moved or copied file keeps its split.
     """
 
     path: str

@@ -176,7 +176,6 @@ class SizedTask(ABC):
 
     @property
     def name(self) -> str:
-        """Family and size, for example "addition:2"."""
         return f"{self.family}:{self.size}"
 
     @property

@@ -75,9 +75,6 @@ class Scored(NamedTuple):
 class Rewards:
     """r = Σ_k w_k f_k(example, completion).
 
-    Args:
-        terms: the functions with their names and weights.
-
     Raises:
         ValueError: no term, a name that occurs twice, or a weight that is not a finite number.
 
