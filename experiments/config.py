@@ -261,7 +261,10 @@ def _validate_filter(config: Config) -> None:
 
 
 def _validate_support(config: Config) -> None:
+    require(config.loss.support_room >= 1, "--loss.support-room", "at least 1", config.loss.support_room)
     if not config.resolved().loss.on_support:
+        expected, room = f"{LossConfig.support_room} without --loss.on-support", config.loss.support_room
+        require(room == LossConfig.support_room, "--loss.support-room", expected, room)
         return
     option, engine, threshold = "--loss.on-support", config.loss.engine, config.loss.gradient_filter
     expected = "no value without --rollout.top-k, --rollout.top-p or --rollout.min-p, where all tokens are drawn"

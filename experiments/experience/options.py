@@ -1,7 +1,7 @@
 """Options of the documents of a step: their source, how they are sampled, how many there are, and held-out prompts."""
 
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from experiments.options import AtLeast, OneOf, Within, refused_as
 from experiments.sampling.options import SamplingOptions, narrows
@@ -105,9 +105,11 @@ class RolloutConfig:
         """Whether some tokens are not drawn at all."""
         return narrows(self.top_k, self.top_p, self.min_p)
 
-    def sampling_options(self, max_new_tokens: int, *, record_support: bool = False) -> SamplingOptions:
-        """Returns how a rollout draws completions of up to so many tokens; ValueError if an option is out of range."""
+    def sampling_options(self, max_new_tokens: int, **recording: Any) -> SamplingOptions:
+        """Returns how a rollout draws completions of up to so many tokens; ValueError if an option is out of range.
+
+        `recording` are `record_support` and `support_room`.
+        """
         filters = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
         with refused_as("rollout"):
-            drawn = {"stop": self.stop, "record_support": record_support, **filters}
-            return SamplingOptions(max_new_tokens, self.temperature, **drawn)
+            return SamplingOptions(max_new_tokens, self.temperature, stop=self.stop, **filters, **recording)

@@ -89,6 +89,10 @@ class LossConfig:
     """Take log-probs, KL and entropy over the ids that each token was drawn from, instead of over the whole vocabulary.
     The sampler records what --rollout.top-k, --rollout.top-p and --rollout.min-p leave.
     None: with one of these, so that sampler and trainer have the same distribution."""
+    support_room: int = 128
+    """With --loss.on-support: ids a token for which rows and micro-batches have room, on average over their tokens.
+    A step takes as long as its room is large: a little more than the metric support_ids is fastest.
+    Where a set does not fit, the sampler draws among the most likely of its ids (support_cut)."""
     metrics: Annotated[str, OneOf("none", "basic", "with_entropy")] = "with_entropy"
     """Metrics of a step: none, basic or with_entropy."""
     engine: str = "auto"

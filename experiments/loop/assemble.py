@@ -30,7 +30,6 @@ from experiments.models.dtype_choice import capability_of
 from experiments.models.mesh import document_axis
 from experiments.runs.console import SUPERVISED_COLUMNS
 from experiments.sampling.policy import SamplerPolicy, Shape
-from experiments.sampling.support import IDS_PER_TOKEN
 from experiments.tasks import Rewards, Task
 from jaxlogp.errors import EngineUnavailable, require
 from jaxlogp.head import HeadRun
@@ -182,7 +181,7 @@ def _support_capacity(base: Inference) -> int | None:
     """Returns the ids of a micro-batch, enough for the longest document of a sampler; None without --loss.on-support."""
     if not base.config.loss.on_support:
         return None
-    return base.packing.rows * base.packing.row_length * min(IDS_PER_TOKEN, base.model.vocab_size)
+    return base.packing.rows * base.packing.row_length * min(base.config.loss.support_room, base.model.vocab_size)
 
 
 def _policy_objective(base: Inference) -> PolicyObjective:
@@ -218,7 +217,8 @@ def _rollouts(base: Inference, task: Task) -> Rollouts:
     config, rollout = base.config, base.config.rollout
     prompts = PromptOrder(task, config.seed, config.schedule.epochs)
     assert base.rewards is not None, "completions are rewarded"
-    sampling = rollout.sampling_options(base.sizes.completion, record_support=config.loss.on_support)
+    recording = {"record_support": bool(config.loss.on_support), "support_room": config.loss.support_room}
+    sampling = rollout.sampling_options(base.sizes.completion, **recording)
     return Rollouts(prompts, base.rewards, rollout, sampling, base.sizes.prompt, config.loss.advantages, config.reward)
 
 

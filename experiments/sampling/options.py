@@ -26,6 +26,7 @@ class SamplingOptions:
         stop: texts each of which ends a completion.
         record_support: record the ids that each token is drawn from, and its log-prob over these. Where top_k, top_p and
             min_p leave more than there is room for (`experiments.sampling.support`), it draws among the most likely of them.
+        support_room: ids a token, on average over a completion, for which there is room.
     """
 
     max_new_tokens: int
@@ -36,6 +37,7 @@ class SamplingOptions:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     record_support: bool = False
+    support_room: int = 128
 
     def __post_init__(self) -> None:
         require(self.max_new_tokens >= 1, "max_new_tokens", "at least 1", self.max_new_tokens)
@@ -45,6 +47,7 @@ class SamplingOptions:
         require(0.0 < self.top_p <= 1.0, "top_p", "a number above 0, at most 1", self.top_p)
         require(0.0 <= self.min_p <= 1.0, "min_p", "a number in [0, 1]", self.min_p)
         require(all(self.stop), "stop", "texts of at least one character", "an empty one")
+        require(self.support_room >= 1, "support_room", "at least 1", self.support_room)
         expected = "False without top_k, top_p or min_p, where it is the whole vocabulary"
         require(self.filters or not self.record_support, "record_support", expected, True)
 

@@ -55,7 +55,9 @@ class CompletionRule:
 
     def no_support(self, rows: int, vocab_size: int) -> RecordedSupport | None:
         options = self.options
-        return RecordedSupport.empty(rows, options.max_new_tokens, vocab_size) if options.record_support else None
+        if not options.record_support:
+            return None
+        return RecordedSupport.empty(rows, options.max_new_tokens, min(options.support_room, vocab_size))
 
     def next_tokens(
         self, hidden, head, row_keys, step, done, support: RecordedSupport | None = None

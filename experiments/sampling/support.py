@@ -1,8 +1,9 @@
 """The ids that tokens were drawn from, recorded on the device row by row.
 
-A row keeps its ids one after the other, `IDS_PER_TOKEN` for every token of the longest completion: sets are small where the
-model is sure, and large at a few tokens. `RESERVED_IDS` are kept free for each token that is still to come. What is not kept
-cannot be drawn. So a log-prob on the recorded ids is exactly that of the draw, also where the room has made a set smaller.
+A row keeps its ids one after the other, `support_room` for every token of the longest completion: sets are small where the
+model is sure, and large at a few tokens. A part of that, `RESERVED`, is kept free for each token that is still to come. What
+is not kept cannot be drawn. So a log-prob on the recorded ids is exactly that of the draw, also where the room has made a
+set smaller.
 
 Shapes: B rows, N new tokens, V vocabulary entries.
 """
@@ -15,9 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-IDS_PER_TOKEN = 128
-"""Ids for which a row, and the trainer's micro-batch, have room, for each of their tokens."""
-RESERVED_IDS = 16
+RESERVED = 1 / 8
 MOST_IDS = 1024
 """Largest number of ids of one token."""
 WORD = 32
@@ -33,15 +32,15 @@ class RecordedSupport(NamedTuple):
     mass: Float[Array | np.ndarray, "B N"]
 
     @classmethod
-    def empty(cls, rows: int, new_tokens: int, vocab_size: int) -> "RecordedSupport":
-        ids = jnp.zeros((rows, new_tokens * min(IDS_PER_TOKEN, vocab_size)), jnp.int32)
+    def empty(cls, rows: int, new_tokens: int, ids_per_token: int) -> "RecordedSupport":
+        ids = jnp.zeros((rows, new_tokens * ids_per_token), jnp.int32)
         counts = jnp.zeros((rows, new_tokens), jnp.int32)
         return cls(ids, counts, counts > 0, counts.astype(jnp.float32))
 
     def room(self, step: Int[Array, ""]) -> Int[Array, " B"]:
         """Returns how many ids the next token may have, so that those after it have the ids that are reserved for them."""
         (_, capacity), new_tokens = self.ids.shape, self.counts.shape[1]
-        reserved = min(RESERVED_IDS, capacity // new_tokens)
+        reserved = max(1, int(RESERVED * (capacity // new_tokens)))
         left = capacity - jnp.sum(self.counts, axis=1) - reserved * (new_tokens - 1 - step)
         return jnp.minimum(left, MOST_IDS)
 

@@ -23,7 +23,7 @@ from experiments.sampling.options import SamplingOptions
 from experiments.sampling.recompute import RecomputeSampler
 from experiments.sampling.sample_token import sample_token
 from experiments.sampling.sampler import DecoderSampler, SampledModel
-from experiments.sampling.support import IDS_PER_TOKEN, MOST_IDS, RESERVED_IDS, RecordedSupport
+from experiments.sampling.support import MOST_IDS, RecordedSupport
 from jaxlogp import Document, Support
 from tests.experiments import test_objectives
 from tests.experiments.samples import rule
@@ -68,8 +68,7 @@ def test_among_equals_the_lowest_ids_are_kept():
 
 def test_every_token_of_a_row_has_room_for_the_ids_that_are_reserved():
     vocab, tokens = 280, 4
-    assert tokens * IDS_PER_TOKEN == 512 and RESERVED_IDS == 16
-    support = RecordedSupport.empty(2, tokens, vocab)
+    support = RecordedSupport.empty(2, tokens, 128)
     wanted = [[], []]
     for step in range(tokens):
         room = np.asarray(support.room(jnp.int32(step)))
@@ -83,7 +82,9 @@ def test_every_token_of_a_row_has_room_for_the_ids_that_are_reserved():
     assert np.asarray(support.counts).tolist() == [[280, 200, 16, 16], [3, 3, 3, 0]]
     for row in range(2):
         assert support.ids[row, : len(wanted[row])].tolist() == wanted[row]
-    assert RecordedSupport.empty(1, 64, 2 * MOST_IDS).room(jnp.int32(0)).tolist() == [MOST_IDS]
+    assert RecordedSupport.empty(1, 64, 128).room(jnp.int32(0)).tolist() == [MOST_IDS]
+    # However small the room, each has one.
+    assert RecordedSupport.empty(1, 4, 1).room(jnp.int32(0)).tolist() == [1]
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 1000])
@@ -93,10 +94,10 @@ def test_ids_are_those_of_the_entries_that_are_kept(vocab):
     # Both ends of a word, and one with all of its entries.
     kept[0], kept[1, 0], kept[2, -1] = True, True, True
     support = jax.jit(RecordedSupport.extended)(
-        RecordedSupport.empty(40, 8, vocab), kept, kept[:, 0], np.ones(40, np.float32), jnp.int32(0)
+        RecordedSupport.empty(40, 8, min(vocab, 128)), kept, kept[:, 0], np.ones(40, np.float32), jnp.int32(0)
     )
     for row, ids in enumerate(map(np.flatnonzero, kept)):
-        found = support.ids[row, : min(len(ids), IDS_PER_TOKEN * 8)]
+        found = support.ids[row, : min(len(ids), 128 * 8)]
         assert found.tolist() == ids.tolist()[: len(found)] and support.counts[row, 0] == len(ids)
 
 
@@ -212,6 +213,18 @@ def test_steps_on_the_support_are_the_same_on_every_mesh(mesh):
 
 
 @pytest.mark.costly
+def test_a_run_with_little_room_draws_from_what_fits(tmp_path):
+    changes = {"rollout": {"top_k": 12}, "loss": {"support_room": 3, "skip_zero_advantages": False}}
+    changes |= {"warm_start": {"max_steps": 0}, "schedule": {"steps": 1}}
+    result = train(tiny(tmp_path, "narrow", **changes))
+    (record,) = train_records(result)
+    assert result.setup.learner.packing.support_capacity == 16 * 32 * 3
+    # A completion of an untrained model has sets of 12.
+    assert record["support_cut"] > 0.3 and 1.0 <= record["support_ids"] <= 3.0
+    assert record["drift_max"] < 1e-5 and record["update_applied"] == 1
+
+
+@pytest.mark.costly
 def test_a_run_trains_on_what_it_draws_and_resumes_to_the_same_bits(tmp_path):
     changes = {"rollout": {"top_k": 6, "prompts_per_rollout": 24}, "checkpoint": {"every": 1}}
     changes |= {"loss": {"on_support": True, "kl_coefficient": 0.1}, "reward": {"kl_coefficient": 0.1}}
@@ -281,6 +294,10 @@ REFUSED = {
     "--loss.on-support: expected no value without --rollout.top-k": {"rollout": RolloutConfig()},
     "--rollout: expected the whole distribution": {"invariant": True},
     "--loss.engine: expected auto with --loss.on-support": {"loss": LossConfig(on_support=True, engine="chunked")},
+    "--loss.support-room: expected 128 without --loss.on-support, got 8": {
+        "rollout": RolloutConfig(),
+        "loss": LossConfig(support_room=8),
+    },
     "--loss.gradient-filter: expected None with --loss.on-support": {
         "loss": LossConfig(on_support=True, gradient_filter=0.1)
     },
