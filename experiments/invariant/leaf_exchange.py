@@ -38,7 +38,7 @@ class LeafExchange:
         self._gather = jax.jit(self._gathered, out_shardings=NamedSharding(ranks.mesh, P()))
 
     def deal(self, trees: Sequence[Any]) -> list[Any]:
-        """Returns all ranks' trees, with each rank's part of the elements, from those [1, ...] of this process's ranks."""
+        """Returns the trees of all ranks in order, each with its part of the elements, from this process's own [1, ...]."""
         if self._ranks.count == 1:
             return list(trees)
         columns = zip(*map(jax.tree.leaves, trees), strict=True)

@@ -18,7 +18,7 @@ COLUMNS = {"ref_log_probs": "log-probs of the reference"}
 
 
 def check_documents(documents: Sequence[Document]) -> None:
-    """Raises NotFinite for a column that is not finite: an infinite old log-prob would make a ratio of 0, a finite loss."""
+    """Raises NotFinite for any number that is not finite: an infinite old log-prob makes a ratio of 0, and a finite loss."""
     # Supervised documents have none.
     _require(
         "old log-probs", [() if each.ratio_log_probs is None else each.ratio_log_probs for each in documents], documents

@@ -128,10 +128,7 @@ class OptimizerState(NamedTuple):
 
 
 class Optimizer:
-    """Global-norm clipping, a transformation of `OPTIMIZERS` at learning rate 1, and a schedule, the rate at a count.
-
-    An elementwise transformation is cheaper to compute twice than to keep.
-    """
+    """Global-norm clipping, a transformation of `OPTIMIZERS` at learning rate 1, and a schedule, the rate at a count."""
 
     def __init__(
         self,

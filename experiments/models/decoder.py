@@ -1,10 +1,7 @@
 """A decoder-only language model in Flax NNX: Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3, by its configuration.
 
-The model ends at the final norm. Its head, `head()`, is applied by whoever needs it: the trainer through
-`jaxlogp.linear_policy_loss`, the sampler through `jaxlogp.head_logits`. What trainer and sampler ask of any model:
-
-    hidden = model.hidden_states(tokens, positions, segment_ids)
-    spec, weight = model.head()
+It is a `Model` of `experiments.models.protocol` and ends at the final norm. Its head, `head()`, is applied by whoever needs
+it: the trainer through `jaxlogp.linear_policy_loss`, the sampler through `jaxlogp.head_logits`.
 
 Modules carry the names of Hugging Face checkpoints. The layers are one `DecoderLayer` whose parameters are stacked, the
 layer first, so that one layer is traced and compiled for all. Kernels map the left index to the right one: that of

@@ -17,11 +17,7 @@ from experiments.models.sharding import resharded
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Shapes and options of the attention over whole rows: B `rows` of T tokens, N `heads`, K `kv_heads`, a divisor of N.
-
-    `softcap` is the bound of the scaled products. Rows ("data", "fsdp") and heads ("tensor", "sequence") are split over the
-    mesh.
-    """
+    """Shapes and options of the attention over whole rows: B `rows` of T tokens, N `heads`, K `kv_heads`, a divisor of N."""
 
     rows: int
     length: int

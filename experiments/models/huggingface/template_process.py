@@ -61,10 +61,7 @@ def _reply(source: str, variables: dict[str, Any] | None, max_bytes: int, max_ch
 
 
 class _Generation(Extension):
-    """The tag {% generation %} … {% endgeneration %} around what the model writes.
-
-    Its body is part of the text, between the variables `generation_start` and `generation_end`. Without them they are empty.
-    """
+    """{% generation %} … {% endgeneration %}: its body between variables `generation_start` and `generation_end`."""
 
     tags = {"generation"}
 
