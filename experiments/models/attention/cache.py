@@ -60,7 +60,7 @@ class KVCache:
     All rows have generated equally many tokens, so that the next one goes to the same slot of every row. Every layer has
     its own arrays: a loop that carries them overwrites a slot in place. A row's prompt has `prompt_lengths` tokens, and the
     slots after them are empty. `prompt_of_row`, where rows share prompts, is in [0, Q), counted on each device among those
-    that it has; None: row b continues prompt b. `filled` of the slots for generated tokens hold one. The `implementation` is one of
+    that it has; None: row b continues prompt b. `filled` of the slots for generated tokens hold one. `implementation` is of
     `experiments.models.attention.cached.IMPLEMENTATIONS`. The rows of each run of `copies`, counted from a device's first
     row, are known to continue one prompt.
     """
