@@ -106,10 +106,7 @@ def find_source(name: str) -> Any:
 
 
 def resolve_source(option: str | None, source: Any) -> tuple[str | None, Any]:
-    """Returns the option that a run keeps, and the source, by name or the caller's own; both None for the built-in one.
-
-    Stored documents have no source yet: they are read later.
-    """
+    """Returns the option that a run keeps, and the source, by name or the caller's own; both None for the built-in one."""
     if option is not None and option.startswith(OWN):
         expected = f"your own source {option.removeprefix(OWN)}, as the run began (from Python: source=)"
         given = "none" if source is None else source_name(source)

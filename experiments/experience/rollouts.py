@@ -37,10 +37,7 @@ class Rollout(NamedTuple):
 
 
 class Rollouts(ExperienceSource):
-    """The built-in source: prompts of the task, completed by the policy and rewarded; the number of a rollout is its seed.
-
-    `advantages` is a name in `ADVANTAGES`, and `reward` says what KL is subtracted from rewards.
-    """
+    """The built-in source: prompts of the task, completed by the policy and rewarded; a rollout's number is its seed."""
 
     def __init__(
         self,

@@ -63,8 +63,6 @@ class Evaluated(Protocol):
 
 
 class Answers(NamedTuple):
-    """Completions of prompts, with their rewards and the task's verdicts."""
-
     drawn: list[Generation]
     rewards: Scored
     verdicts: Scored

@@ -21,8 +21,7 @@ _PLACES = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KE
 def find_model(config: Config, task: Task, model: nnx.Module | None, *, restored: bool) -> ModelSource:
     """Returns the model that the options, or the caller, name; of one that is `restored` a checkpoint brings the parameters.
 
-    `with_own_model` has put a note of the caller's model into the options. The task's tokenizer is that of a model from
-    nothing, and of the user's own.
+    The task's tokenizer is that of a model from nothing, and of the user's own.
     """
     options = config.model
     if options.own is not None or model is not None:

@@ -26,10 +26,7 @@ from jaxlogp import Document
 
 @dataclass(frozen=True)
 class Inference:
-    """What draws completions and scores them. The backend has the parameters until they are taken.
-
-    Rewards are None in a supervised run. The packing is that of documents to score.
-    """
+    """What draws completions and scores documents. The backend has the parameters until they are taken."""
 
     config: Config
     task: Task | SupervisedFile

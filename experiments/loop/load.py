@@ -45,8 +45,6 @@ from jaxlogp.errors import require
 
 
 class LoadedRun(NamedTuple):
-    """The parameters of a run's checkpoint, and what draws and scores by them."""
-
     inference: Inference
     params: nnx.State
     step: int

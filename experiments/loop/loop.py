@@ -90,10 +90,7 @@ def take_step(
 
 
 class Loop:
-    """A phase of a run between its first and its last step.
-
-    `before` are held-out scores from before the first step; None until they are known, and in a warm start.
-    """
+    """A phase of a run; `before` are held-out scores from before its first step, None until then and in a warm start."""
 
     def __init__(
         self,

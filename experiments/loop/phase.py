@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 
 class Measured(NamedTuple):
-    """Scores of an evaluation, its values for the log, and samples to read."""
-
     scores: Any
     metrics: dict[str, float]
     samples: list[Sample]

@@ -93,10 +93,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is set up but has not begun. It holds the lock of its folder, in the first process.
-
-    `step` is that of the checkpoint to go on from; None for the newest.
-    """
+    """A run that is set up but not begun, from the newest checkpoint or that of `step`. The first process has the lock."""
 
     setup: Setup
     folder: RunFolder
@@ -106,10 +103,7 @@ class Run:
     step: int | None = None
 
     def finish(self) -> Result:
-        """Warm start (or resume), evaluation, reinforcement learning, evaluation; writes the run folder as it goes.
-
-        When a signal or a guard stops it, what was done is saved, and the curves are drawn.
-        """
+        """Warm start (or resume), evaluation, reinforcement learning, evaluation; writes the run folder as it goes."""
         with self.lock or contextlib.nullcontext():
             return self._finish()
 

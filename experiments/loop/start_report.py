@@ -38,10 +38,7 @@ def print_start_report(
     dtype: DtypeChoice,
     rewards: Rewards | None = None,
 ) -> None:
-    """Prints what is about to run, and warnings about options that will not do what they seem to.
-
-    ValueError if a prompt or every answer is too long, or the run needs more memory than there is here.
-    """
+    """Prints what is about to run, with warnings; ValueError if prompts, answers or memory do not fit."""
     console = RunConsole(config.quiet)
     mesh = parse_mesh(config.mesh)
     require_devices(mesh)

@@ -59,7 +59,6 @@ class Restored(NamedTuple):
     damaged: dict[int, str]
 
     def damage(self, step: int) -> str:
-        """Returns a sentence on a damaged step."""
         return f"checkpoint step {step} is damaged: {self.damaged[step]}; continuing from step {self.step}"
 
 

@@ -1,8 +1,7 @@
 """The folder of one run: its configuration, its environment, and one line per step; docs/run_folder.md lists the files.
 
 Nothing in it names the folder itself, which can be moved. It may also come from somebody else: what is read or written
-here are files and folders, never links to others. JSON has no NaN and no infinity: they are written as the strings
-"nan", "inf" and "-inf", which the readers here turn back into floats.
+here are files and folders, never links to others.
 """
 
 import contextlib
