@@ -90,7 +90,7 @@ def take_step(
 
 
 class Loop:
-    """A phase of a run; `before` are held-out scores from before its first step, None until then and in a warm start."""
+    """A phase of a run; `before` are held-out scores from before its first step, None until known and in a warm start."""
 
     def __init__(
         self,
@@ -301,7 +301,7 @@ class Loop:
             raise GuardAbort(f"{self._phase.at(step)}: {what}: {found}; {resume_hint(self._folder, self._config)}")
 
     def _answer_signals(self) -> None:
-        """Raises `Interrupted` after a signal to any of the processes, once there is a durable checkpoint of this step."""
+        """Raises `Interrupted` after a signal to any process, once this step is durable if there is anything to save."""
         here = processes()
         told = here.gather("signals", self._signals.received)
         process = next((process for process, number in enumerate(told) if number is not None), None)
