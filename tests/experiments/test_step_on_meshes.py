@@ -89,7 +89,7 @@ def test_rollouts_on_another_mesh_are_those_of_one_device(mesh, rollout):
 
 # Documents of up to 7 tokens lie across the 16th of 32 slots, and across the 80th of 160, where attention is chunked.
 SPREAD = {
-    "gspo": {"loss": {"name": "gspo", "epsilon": 1e-4, "epsilon_high": 1e-4}},
+    "gspo": {"loss": {"name": "gspo", "epsilon": 1e-4, "epsilon_high": 1e-4, "skip_zero_advantages": False}},
     "chunked": {"schedule": {"steps": 3, "docs_per_step": 64, "rows": 4, "row_length": 160}},
 }
 
