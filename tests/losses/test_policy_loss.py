@@ -208,8 +208,15 @@ def test_a_scaled_entropy_bonus_is_that_of_the_product(reduction, entropy_weight
         else:
             assert not np.any(gradient)
     assert len(traces) == 1, "another factor is no other program"
+
+
+@pytest.mark.bad_input
+def test_a_scale_of_the_entropy_bonus_is_one_number():
+    given, loss = case(), PolicyLoss("any", entropy_coefficient=0.5)
     with pytest.raises(ValueError, match="^entropy_scale: expected one number"):
-        policy_loss(given.new, given.old, given.advantages, given.mask, **options, entropy_scale=np.ones(2))
+        policy_loss(
+            given.new, given.old, given.advantages, given.mask, **given_to(loss, given), entropy_scale=np.ones(2)
+        )
 
 
 def test_the_case_meets_every_bound():
