@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from experiments.models.mesh import TENSOR_AXIS, devices_by_rank, ranks_here, row_axes
-from experiments.models.placement import whole_on_host
+from experiments.models.placement import first_of_processes, over_first, whole_on_host
 
 
 class LeafRanks:
@@ -32,7 +32,7 @@ class LeafRanks:
         self.mesh, self.axes, self.count, self.here = mesh, row_axes(mesh), len(grid), ranks_here(mesh)
         self._devices = [[device for device in grid[rank] if device.process_index == process] for rank in self.here]
         self.devices: list[jax.Device] = [devices[0] for devices in self._devices]
-        self.homes = _first_of_processes(grid)
+        self.homes = first_of_processes(grid.flat)
         (self.home,) = self.homes.local_devices
         self.split = NamedSharding(mesh, P(self.axes))
 
@@ -54,8 +54,7 @@ class LeafRanks:
 
     def over_homes(self, tree: Any) -> Any:
         """Makes arrays of the home device copies of one array over all processes' homes; nothing is compared or sent."""
-        place = NamedSharding(self.homes, P())
-        return jax.tree.map(lambda x: jax.make_array_from_single_device_arrays(x.shape, place, [x]), tree)
+        return jax.tree.map(lambda x: over_first(x, self.homes), tree)
 
     def over_tensor(self, rows: Float[Array, "blocks H"]) -> Float[Array, "blocks H"]:
         """Returns an array of this process, the same in all of them, split over the tensor ranks."""
@@ -63,11 +62,3 @@ class LeafRanks:
         parts = place.addressable_devices_indices_map(rows.shape).items()
         copies = [jax.device_put(rows[index], device) for device, index in parts]
         return jax.make_array_from_single_device_arrays(rows.shape, place, copies)
-
-
-def _first_of_processes(devices: np.ndarray) -> Mesh:
-    first: dict[int, jax.Device] = {}
-    for device in devices.flat:
-        first.setdefault(device.process_index, device)
-    grid = np.array(list(first.values()), dtype=object)
-    return Mesh(grid, ("process",), axis_types=(jax.sharding.AxisType.Auto,))

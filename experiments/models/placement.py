@@ -4,12 +4,13 @@ Each process has the same host arrays, and copies to its own devices what belong
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 
 def placed(tree: Any, shardings: Any) -> Any:
@@ -61,13 +62,22 @@ def over_processes(x: jax.Array) -> jax.Array:
     """Returns an array that every process has whole as one over a device of each, and any other as it is."""
     if jax.process_count() == 1 or not x.is_fully_addressable:
         return x
+    mesh = first_of_processes(jax.devices())
+    return over_first(jax.device_put(x, mesh.local_devices[0]), mesh)
+
+
+def over_first(x: jax.Array, mesh: Mesh) -> jax.Array:
+    """Returns the copies that the devices of `first_of_processes` have as one array; nothing is compared or sent."""
+    return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, PartitionSpec()), [x])
+
+
+def first_of_processes(devices: Iterable[jax.Device]) -> Mesh:
+    """Returns a mesh of the first of these devices in each process."""
     first: dict[int, jax.Device] = {}
-    for device in jax.devices():
+    for device in devices:
         first.setdefault(device.process_index, device)
-    mesh = jax.make_mesh((len(first),), ("process",), (jax.sharding.AxisType.Auto,), devices=list(first.values()))
-    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    here = jax.device_put(x, first[jax.process_index()])
-    return jax.make_array_from_single_device_arrays(x.shape, place, [here])
+    grid = np.array(list(first.values()), dtype=object)
+    return Mesh(grid, ("process",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 def bytes_of_process(tree: Any) -> int:
