@@ -12,26 +12,14 @@ from experiments.learner.objectives import LossConstants, PolicyObjective
 from experiments.loop.assemble import assemble
 from experiments.loop.resume import resume
 from experiments.loop.run import train
-from jaxlogp import Document
 from tests.experiments import test_objectives
 from tests.experiments.test_objectives import LENGTH, sums_of_leaves, sums_of_micro_batches
+from tests.experiments.test_selection_options import COUNT, VOCAB, documents
 from tests.experiments.tiny import tiny, train_records
 
-COUNT, VOCAB = 32, 24
 FIRST, STEP = 0.25, 0.5
 # fp32 sums of a hundred labels in another order; Adam divides each gradient by its own size.
 LOSS, PARAMS = 1e-5, 2e-4
-
-
-def documents(seed):
-    """The policy is that of random weights, with an entropy near 2.8 nats. The third document has no label."""
-    random, made = np.random.default_rng(seed), []
-    for number in range(COUNT):
-        tokens = random.integers(0, VOCAB, random.integers(4, 12)).astype(np.int32)
-        labels = np.arange(tokens.size) >= (tokens.size if number == 2 else 2)
-        old = np.float32(random.uniform(-3.8, -2.6, labels.sum()))
-        made.append(Document(tokens, labels, np.float32(random.normal()), old))
-    return made
 
 
 def learner_with(loss, **changes):
