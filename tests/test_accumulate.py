@@ -212,6 +212,31 @@ def test_grad_divisor_divides_the_gradients_alone():
     np.testing.assert_allclose(finished.gradients, gradient * labels / 10.0, atol=ERROR * np.abs(gradient).max() * 10)
 
 
+def test_a_grad_divisor_may_follow_from_the_step():
+    """As gradients come out where a sum is divided by the documents of the step twice."""
+    finish = jax.jit(lambda sums: sums.finish(sums.metrics.values["num_documents"] ** 2))
+    for parts in (1, 3):
+        sums = sum(micro_sums(jnp.asarray(make_table()), batch, "grpo", "length") for batch in cut(parts))
+        loss, gradient = expected_step("grpo", "length")
+        labels, documents = int(sums.loss.count), int(sums.metrics.values["num_documents"])
+        assert documents > 1
+        finished = finish(sums)
+        assert abs(float(finished.loss) - loss) < ERROR * abs(loss)
+        wanted = gradient * labels / documents**2
+        np.testing.assert_allclose(finished.gradients, wanted, atol=ERROR * np.abs(wanted).max() * 10)
+    np.testing.assert_array_equal(sums.finish(0).gradients, sums.gradients)
+
+
+@pytest.mark.bad_input
+def test_a_grad_divisor_of_the_step_is_one_number_and_the_only_one():
+    part = micro_sums(jnp.asarray(make_table()), cut(1)[0], "grpo", "length", grad_divisor=3.0)
+    with pytest.raises(ValueError, match="^grad_divisor: expected None, since the loss has one, 3.0, got "):
+        part.finish(2.0)
+    plain = micro_sums(jnp.asarray(make_table()), cut(1)[0], "grpo", "length")
+    with pytest.raises(ValueError, match="^grad_divisor: expected a single number, got "):
+        plain.finish(jnp.ones(2))
+
+
 def test_a_step_without_anything_is_zero():
     padding, _ = pack_documents([], rows=ROWS, row_length=ROW_LENGTH)
     for kind, weighting in KINDS:

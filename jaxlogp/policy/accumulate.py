@@ -115,13 +115,33 @@ class StepSums:
         gradients = jax.lax.psum(self.gradients, axis_name)
         return StepSums(gradients, self.loss.psum(axis_name), self.metrics.psum(axis_name))
 
-    def finish(self) -> FinishedStep:
+    def finish(self, grad_divisor: Float[AnyArray, ""] | Int[AnyArray, ""] | float | None = None) -> FinishedStep:
         """Divides, once, by the denominators of the whole step.
 
         Gradients are divided by `loss.grad_divisor` if there is one, otherwise by `loss.count`, in fp32 even if their sums
         are narrower. If no label or document was counted, they are 0, like the loss.
+
+        Args:
+            grad_divisor: a divisor of the gradients that follows from the step, not below 0; it may be traced. 0, of a step
+                without documents, divides by 1.
+
+        Raises:
+            ValueError: if the loss has a grad_divisor of its own, or the given one is no single number.
+
+        Example:
+            Where each micro-batch was divided by the documents of the step, and then by their number once more:
+
+            >>> sums = StepSums.of(jnp.float32(32.0), WeightedSum(jnp.float32(8.0), jnp.int32(4)))
+            >>> step = sums.finish(sums.loss.count**2)
+            >>> float(step.loss), float(step.gradients)
+            (2.0, 2.0)
         """
         divisor = self.loss.grad_divisor
+        if grad_divisor is not None:
+            require(divisor is None, "grad_divisor", f"None, since the loss has one, {divisor}", describe(grad_divisor))
+            require(jnp.ndim(grad_divisor) == 0, "grad_divisor", "a single number", describe(grad_divisor))
+            given = jnp.asarray(grad_divisor)
+            divisor = jnp.where(given == 0, jnp.ones_like(given), given)
         if divisor is None:
             divisor = jnp.maximum(self.loss.count, 1)
         wide = jax.tree.map(lambda x: x.astype(compute_dtype(x)), self.gradients)
