@@ -22,11 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from experiments.invariant.leaf_exchange import LeafExchange
 from experiments.invariant.leaf_programs import LeafPrograms, Loaded
-from experiments.learner.backend import StepGradient, add_gradients
+from experiments.learner.backend import LabelValues, StepGradient, add_gradients
 from experiments.learner.computed import has_effect
 from experiments.learner.objectives import NO_CONSTANTS, LossConstants, Objective
 from experiments.learner.packing import Packing, Round
@@ -72,7 +72,12 @@ class LeafSums:
         return computed, rounds
 
     def accumulate(
-        self, params: nnx.State, rounds: Iterable[Round], version: int, constants: LossConstants = NO_CONSTANTS
+        self,
+        params: nnx.State,
+        rounds: Iterable[Round],
+        version: int,
+        constants: LossConstants = NO_CONSTANTS,
+        observe: Callable[[Round, LabelValues], None] | None = None,
     ) -> StepGradient | None:
         """Adds every round's leaves in the order of their documents, neighbours first."""
         tree, loaded = TreeFold(self._add), self._programs.load(params)
@@ -81,7 +86,9 @@ class LeafSums:
             if each.skipped.issuperset(ranks):
                 leaves = [None for _ in ranks]
             else:
-                sums = self._sums_of_leaves(loaded, self._placed(each), version, constants)
+                sums, values = self._sums_of_leaves(loaded, self._placed(each), version, constants)
+                if observe is not None:
+                    observe(each, self._on_host(each, [value.log_probs for value in values]))
                 # The metrics of a leaf do not depend on which others are computed along with it.
                 leaves = [None if rank in each.skipped else leaf for rank, leaf in enumerate(self._exchange.deal(sums))]
             for leaf in leaves:
@@ -89,15 +96,18 @@ class LeafSums:
         total = tree.total()
         return None if total is None else self._exchange.whole(total)
 
-    def score(self, params: nnx.State, scored: Round) -> Float[np.ndarray, "ranks rows row_length"]:
+    def score(self, params: nnx.State, scored: Round) -> LabelValues:
         return self._scored(params, scored, "log_probs")
 
-    def entropies(self, params: nnx.State, scored: Round) -> Float[np.ndarray, "ranks rows row_length"]:
+    def entropies(self, params: nnx.State, scored: Round) -> LabelValues:
         return self._scored(params, scored, "entropy")
 
-    def _scored(self, params: nnx.State, scored: Round, name: str) -> np.ndarray:
+    def _scored(self, params: nnx.State, scored: Round, name: str) -> LabelValues:
         _, _, values = self._values_of_leaves(self._programs.load(params), self._placed(scored))
-        return self._programs.ranks.on_host([getattr(value, name) for value in values]).reshape(scored.shape)
+        return self._on_host(scored, [getattr(value, name) for value in values])
+
+    def _on_host(self, scored: Round, of_leaves: list[Array]) -> LabelValues:
+        return self._programs.ranks.on_host(of_leaves).reshape(scored.shape)
 
     def _placed(self, leaves: Round) -> list[MicroBatch]:
         """Returns the leaf of each data rank that this process computes, on its device."""
@@ -114,8 +124,9 @@ class LeafSums:
 
     def _sums_of_leaves(
         self, loaded: Loaded, batches: list[MicroBatch], documents_seen: int, constants: LossConstants
-    ) -> list[StepGradient]:
-        """Returns the sums of one leaf of each data rank; every array has a first dimension of 1."""
+    ) -> tuple[list[StepGradient], list[TokenLogProbs]]:
+        """Returns the sums of one leaf of each data rank, of which every array has a first dimension of 1, and the values
+        that they were computed from."""
         inputs, hidden, values = self._values_of_leaves(loaded, batches)
         of_step = (np.int32(documents_seen), constants)
         parts, cotangents = zip(
@@ -124,7 +135,7 @@ class LeafSums:
         targets, mask = [batch.targets for batch in batches], [batch.mask for batch in batches]
         gradients = self._programs.head_vjp(loaded, hidden, targets, mask, list(cotangents))
         operands = zip(loaded.ranks, inputs, parts, gradients, strict=True)
-        return [self._leaf(*each, *pair) for *each, pair in operands]
+        return [self._leaf(*each, *pair) for *each, pair in operands], values
 
     def _one_loss(self, values: TokenLogProbs, batch: MicroBatch, documents_seen: Array, constants: LossConstants):
         """Returns loss, metric terms and drift of one leaf, and the loss sum's gradient for log-probs and entropies."""

@@ -1,6 +1,6 @@
 """What a learner computes with: sums of gradients over micro-batches, scores, and where its numbers lie."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from experiments.learner.replicas import Replicas
 from experiments.models.ahead import Ahead
 from jaxlogp import Document, StepSums, VocabShards
 from jaxlogp.head import HeadRun
+
+LabelValues = Float[np.ndarray, "ranks rows row_length"]
 
 
 class StepGradient(NamedTuple):
@@ -49,14 +51,22 @@ class GradientBackend(Protocol):
         """Returns the documents that are computed where those whose advantages are all 0 add nothing, and their rounds."""
 
     def accumulate(
-        self, params: nnx.State, rounds: Iterable[Round], version: int, constants: LossConstants = NO_CONSTANTS
+        self,
+        params: nnx.State,
+        rounds: Iterable[Round],
+        version: int,
+        constants: LossConstants = NO_CONSTANTS,
+        observe: Callable[[Round, LabelValues], None] | None = None,
     ) -> StepGradient | None:
-        """Returns the sums of a step, nothing divided; None without documents. `version` is that of the parameters."""
+        """Returns the sums of a step, nothing divided; None without documents. `version` is that of the parameters.
 
-    def score(self, params: nnx.State, scored: Round) -> Float[np.ndarray, "ranks rows row_length"]:
+        `observe` is told the log-probs of each round, as `score` returns them, that the sums were computed from.
+        """
+
+    def score(self, params: nnx.State, scored: Round) -> LabelValues:
         """Returns log-probs of the labels of one round in every process, 0 elsewhere, by the gradients' own forward pass."""
 
-    def entropies(self, params: nnx.State, scored: Round) -> Float[np.ndarray, "ranks rows row_length"]:
+    def entropies(self, params: nnx.State, scored: Round) -> LabelValues:
         """Returns entropies of the labels of one round in nats, otherwise as `score`."""
 
 

@@ -1,8 +1,9 @@
 """The drift report of a step: sampler against trainer on the tokens that were sampled with the trainer's parameters.
 
 A step's documents may have been sampled before earlier updates. Where old log-probs were rescored, both sides are known
-from the time of sampling, for every document. Otherwise the trainer scores the documents that its present parameters have
-sampled, and the others are left out: under later parameters they differ by what was learnt.
+from the time of sampling. Otherwise the trainer's are those that the step itself has computed, of the documents that its
+parameters have sampled; others are left out, as under later parameters they differ by what was learnt. So are documents
+that the step does not compute.
 """
 
 import time
@@ -11,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from flax import nnx
 from jaxtyping import Float, Integer
 
-from experiments.learner.backend import GradientBackend
+from experiments.learner.backend import LabelValues
 from experiments.learner.packing import Round
 from experiments.models.tokenizer import Tokenizer
 from jaxlogp import Document, DriftReport, VocabShards, drift_report
+from jaxlogp.head import HeadRun
 from jaxlogp.policy.documents import SAMPLER_COLUMN
 
 CONTEXT_TOKENS = 32
@@ -112,26 +113,25 @@ class StepDrift:
 
 
 def measure_drift(
-    gradients: GradientBackend,
-    params: nnx.State,
-    rounds: Sequence[Round],
+    documents: Sequence[Document],
+    computed: Sequence[tuple[Round, LabelValues]],
     version: int,
     *,
+    head: HeadRun | None,
     vocab: VocabShards,
     reduction: str,
     dtype: str | None,
 ) -> StepDrift | None:
-    """Compares what `gradients` computes as the trainer with the sampler, before the update of `params`.
+    """Compares the computed rounds of a step's documents, with the trainer's log-probs of them, with the sampler.
 
-    `version` is that of the parameters, `reduction` names the order of the head's sums for the report, and `dtype` is that
-    of both sides, None if it is not known. Returns None if no token tells the difference.
+    `version` is that of the parameters before the step, `reduction` names the order of the sums of its `head`, and `dtype`
+    is that of both sides, None if it is not known. Returns None if no token tells the difference.
     """
     started = time.perf_counter()
-    compared = [each for each in _compared(gradients, params, rounds, version) if each.trainer.size]
+    compared = [each for each in _compared(documents, computed, version) if each.trainer.size]
     if not compared:
         return None
     targets = [each.document.tokens[each.positions] for each in compared]
-    head = gradients.head_run
     report = drift_report(
         np.concatenate([each.trainer for each in compared]),
         np.concatenate([each.sampler for each in compared]),
@@ -148,23 +148,21 @@ def measure_drift(
 
 
 def _compared(
-    gradients: GradientBackend, params: nnx.State, rounds: Sequence[Round], version: int
+    documents: Sequence[Document], computed: Sequence[tuple[Round, LabelValues]], version: int
 ) -> Iterator[_Compared]:
     """Yields the documents of which both sides are known under the same parameters."""
-    first = 0
-    for each in rounds:
-        numbered = list(enumerate(each.documents, start=first))
-        first += len(numbered)
+    numbers = {id(document): number for number, document in enumerate(documents)}
+    for each, log_probs in computed:
+        numbered = [(numbers[id(document)], document) for document in each.documents]
         if SAMPLER_COLUMN in each.packing.columns:
             for number, document in numbered:
                 values = document.ratio_log_probs, document.sampler_log_probs
                 yield _Compared(number, document, document.label_positions, *values)
-        elif any(np.any(document.versions == version) for _, document in numbered):
-            log_probs = each.at_labels(gradients.score(params, each))
-            for (number, document), trainer in zip(numbered, log_probs, strict=True):
-                current = np.broadcast_to(document.versions == version, trainer.shape)
-                values = document.label_positions, trainer, document.ratio_log_probs
-                yield _Compared(number, document, *(value[current] for value in values))
+            continue
+        for (number, document), trainer in zip(numbered, each.at_labels(log_probs), strict=True):
+            current = np.broadcast_to(document.versions == version, trainer.shape)
+            values = document.label_positions, trainer, document.ratio_log_probs
+            yield _Compared(number, document, *(value[current] for value in values))
 
 
 def _locate(compared: list[_Compared], index: int) -> TokenLocation:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from experiments.learner.backend import GradientBackend, StepGradient, add_gradients
+from experiments.learner.backend import GradientBackend, LabelValues, StepGradient, add_gradients
 from experiments.learner.computed import has_effect
 from experiments.learner.objectives import NO_CONSTANTS, HeadPlacement, LossConstants, LossTerms, Objective
 from experiments.learner.packing import Packing, Round
@@ -70,29 +70,38 @@ class GspmdGradients(GradientBackend):
         jax.eval_shape(self._sums, params, self._frozen, self._placed(padding), np.int32(0), NO_CONSTANTS)
 
     def ahead(self, params: nnx.State, padding: Round) -> Ahead:
-        return compiled_ahead(self._sums, params, self._frozen, self._placed(padding), np.int32(0), NO_CONSTANTS)
+        operands = (params, self._frozen, self._placed(padding), np.int32(0), NO_CONSTANTS)
+        program = compiled_ahead(self._sums, *operands)
+        return program._replace(results=program.results[0])
 
     def without_zeros(self, documents: Sequence[Document], packing: Packing) -> tuple[list[Document], list[Round]]:
         computed = [document for document in documents if has_effect(document)]
         return computed, packing.rounds(computed)
 
     def accumulate(
-        self, params: nnx.State, rounds: Iterable[Round], version: int, constants: LossConstants = NO_CONSTANTS
+        self,
+        params: nnx.State,
+        rounds: Iterable[Round],
+        version: int,
+        constants: LossConstants = NO_CONSTANTS,
+        observe: Callable[[Round, LabelValues], None] | None = None,
     ) -> StepGradient | None:
         total = None
         for each in rounds:
             operands = (params, self._frozen, self._placed(each), np.int32(version), constants)
-            part = settled(self._sums(*operands), self._mesh)
+            part, log_probs = settled(self._sums(*operands), self._mesh)
             total = part if total is None else self._add(total, part)
+            if observe is not None:
+                observe(each, whole_on_host(log_probs).reshape(each.shape))
         return total
 
-    def score(self, params: nnx.State, scored: Round) -> Float[np.ndarray, "ranks rows row_length"]:
+    def score(self, params: nnx.State, scored: Round) -> LabelValues:
         return self._scored(self._score, params, scored)
 
-    def entropies(self, params: nnx.State, scored: Round) -> Float[np.ndarray, "ranks rows row_length"]:
+    def entropies(self, params: nnx.State, scored: Round) -> LabelValues:
         return self._scored(self._entropies, params, scored)
 
-    def _scored(self, program: Callable[..., Array], params: nnx.State, scored: Round) -> np.ndarray:
+    def _scored(self, program: Callable[..., Array], params: nnx.State, scored: Round) -> LabelValues:
         batch = self._placed(scored, with_columns=False)
         return whole_on_host(settled(program(params, self._frozen, batch), self._mesh)).reshape(scored.shape)
 
@@ -121,21 +130,22 @@ class GspmdGradients(GradientBackend):
 
     def _of_micro_batch(
         self, params: nnx.State, frozen: nnx.State, batch: MicroBatch, documents_seen: Array, constants: LossConstants
-    ) -> StepGradient:
+    ) -> tuple[StepGradient, Float[Array, "R T"]]:
         def global_sum(params):
-            parts = self._with_head(self._local_parts, (params, frozen), batch, P(), documents_seen, constants)
-            return parts.loss.sum, parts
+            out_specs, of_step = (P(), self._token_spec), (documents_seen, constants)
+            parts, log_probs = self._with_head(self._local_parts, (params, frozen), batch, out_specs, *of_step)
+            return parts.loss.sum, (parts, log_probs)
 
-        gradients, parts = jax.grad(global_sum, has_aux=True)(params)
+        gradients, (parts, log_probs) = jax.grad(global_sum, has_aux=True)(params)
         if self._mesh.size > 1:
             gradients = lax.with_sharding_constraint(gradients, parameter_shardings(gradients, self._mesh))
         sums = StepSums.of(gradients, parts.loss, parts.terms, gradient_dtype=self._accumulate)
-        return StepGradient(sums, parts.drift)
+        return StepGradient(sums, parts.drift), log_probs
 
     def _of_scoring(self, local, params: nnx.State, frozen: nnx.State, batch: MicroBatch) -> Array:
         return self._with_head(local, (params, frozen), batch, self._token_spec)
 
-    def _with_head(self, local, states: tuple[nnx.State, ...], batch: MicroBatch, out_specs: P, *replicated):
+    def _with_head(self, local, states: tuple[nnx.State, ...], batch: MicroBatch, out_specs: Any, *replicated):
         """Runs ``local(head, hidden, weight, batch, ...)`` on every rank, from the hidden states of ``batch``."""
         model = nnx.merge(self._graph, *states)
         hidden = model.hidden_states(batch.tokens, batch.positions, batch.segment_ids)
@@ -159,14 +169,14 @@ class GspmdGradients(GradientBackend):
         batch: MicroBatch,
         documents_seen: Array,
         constants: LossConstants,
-    ) -> LossTerms:
+    ) -> tuple[LossTerms, Float[Array, "R T"]]:
         batch = self._with_own_support(batch)
         with record_head_runs() as runs, jax.named_scope("head"):
             operands = (hidden, weight, batch, documents_seen, constants)
-            loss, terms, drift = self._objective.from_hidden(*operands, head)
+            (loss, terms, drift), log_probs = self._objective.from_hidden(*operands, head)
         self.head_run = runs[0]
         axes = self._token_axes
-        return LossTerms(loss.psum(axes), terms.psum(axes), lax.pmax(drift, axes))
+        return LossTerms(loss.psum(axes), terms.psum(axes), lax.pmax(drift, axes)), log_probs
 
     def _local_log_probs(
         self, head: HeadPlacement, hidden: Array, weight: Array, batch: MicroBatch

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
-from experiments.learner.backend import Backend
+from experiments.learner.backend import Backend, LabelValues
 from experiments.learner.computed import of_all
 from experiments.learner.diagnosis import check_documents, explain_refusal
 from experiments.learner.drift import StepDrift, measure_drift
@@ -70,7 +70,8 @@ class Learner:
         keeps_reference: bool = False,
         labels: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self._backend, self._objective, self._temperature, self._labels = backend, objective, temperature, labels
+        self._backend, self._objective, self._temperature = backend, objective, temperature
+        self._labels = {"vocab": backend.vocab, **labels}
         self._skips, self._selection, self._key = skips, selection, jax.random.key(seed)
         self.packing, self.keeps_reference = packing, keeps_reference or objective.needs_reference
         self._scored_packing = replace(packing, columns=())
@@ -112,7 +113,6 @@ class Learner:
             documents = self._with_selection(documents)
         except NotFinite as error:
             return StepResult(refusal=self.explain(error.refusal))
-        drift = self._drift(self._step_packing.rounds(documents)) if report_drift else None
         if self._skips:
             computed, rounds = self.gradients.without_zeros(documents, self._step_packing)
         else:
@@ -120,7 +120,9 @@ class Learner:
         constants = self._objective.constants(documents)
         if self.entropy_coefficient is not None:
             constants = constants._replace(entropy_scale=np.asarray(self.entropy_coefficient, np.float32))
-        of_step = (self.version, constants)
+        observed: list[tuple[Round, LabelValues]] = []
+        observe = (lambda *each: observed.append(each)) if report_drift else None
+        of_step = (self.version, constants, observe)
         total = self.gradients.accumulate(self.state.params, rounds, *of_step)
         if total is None:
             # No document is computed: the sums of padding are 0.
@@ -129,6 +131,7 @@ class Learner:
         count = self._objective.count(documents)
         self.state, outcome = self._update(self.state, total, count - self._objective.count(computed))
         outcome = jax.device_get(outcome)
+        drift = self._drift(documents, observed) if observed else None
         refusal = None
         if not outcome.applied:
             refusal = explain_refusal(outcome.sound, self.state, rounds, self._update, self.gradients)
@@ -233,9 +236,8 @@ class Learner:
         require_finite_scores("trainer", documents, scores, name)
         return selection(documents, scores, jax.random.fold_in(self._key, self.version))
 
-    def _drift(self, rounds: list[Round]) -> StepDrift | None:
-        operands = (self.gradients, self.state.params, rounds, self.version)
-        return measure_drift(*operands, vocab=self._backend.vocab, **self._labels)
+    def _drift(self, documents: Sequence[Document], observed: list[tuple[Round, LabelValues]]) -> StepDrift | None:
+        return measure_drift(documents, observed, self.version, head=self.gradients.head_run, **self._labels)
 
     def _metrics(self, outcome: UpdateOutcome) -> dict[str, Any]:
         drift = None if np.isneginf(outcome.drift) else float(outcome.drift)

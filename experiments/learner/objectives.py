@@ -101,8 +101,8 @@ class Objective(Protocol):
         documents_seen: Array,
         constants: LossConstants,
         head: HeadPlacement,
-    ) -> LossTerms:
-        """Computes the terms from hidden states and the head's weight."""
+    ) -> tuple[LossTerms, Float[Array, "R T"]]:
+        """Computes the terms from hidden states and the head's weight, and the log-probs of the labels, 0 elsewhere."""
 
     def from_log_probs(
         self, values: TokenLogProbs, batch: MicroBatch, documents_seen: Array, constants: LossConstants
@@ -132,9 +132,9 @@ class CrossEntropy(Objective):
         documents_seen: Int[Array, ""],
         constants: LossConstants,
         head: HeadPlacement,
-    ) -> LossTerms:
+    ) -> tuple[LossTerms, Float[Array, "R T"]]:
         values = linear_log_probs(hidden, weight, batch.targets, mask=batch.mask, **head.keywords())
-        return self.from_log_probs(values, batch, documents_seen, constants)
+        return self.from_log_probs(values, batch, documents_seen, constants), values.log_probs
 
     def from_log_probs(
         self, values: TokenLogProbs, batch: MicroBatch, documents_seen: Int[Array, ""], constants: LossConstants
@@ -185,7 +185,7 @@ class PolicyObjective(Objective):
         documents_seen: Int[Array, ""],
         constants: LossConstants,
         head: HeadPlacement,
-    ) -> LossTerms:
+    ) -> tuple[LossTerms, Float[Array, "R T"]]:
         columns, further = batch.per_token, self._further(batch, constants)
         loss, values = linear_policy_loss(
             hidden,
@@ -201,7 +201,7 @@ class PolicyObjective(Objective):
         )
         # Metrics reduce them by pmax, which JAX cannot differentiate.
         values = lax.stop_gradient(values)
-        return self._with_metrics(loss, values, batch, documents_seen, further)
+        return self._with_metrics(loss, values, batch, documents_seen, further), values.log_probs
 
     def from_log_probs(
         self, values: TokenLogProbs, batch: MicroBatch, documents_seen: Int[Array, ""], constants: LossConstants

@@ -98,11 +98,11 @@ def memory_need(setup: Setup, *, warm_start_to_come: bool) -> MemoryNeed:
         return alone
     held = bytes_a_device(params) + bytes_a_device(setup.backend.frozen)
     batch = max(0, micro_batch.argument_size_in_bytes - held)
-    gradients = micro_batch.output_size_in_bytes
-    # Their sum, those that are being added, and those of the next micro-batch, which runs already.
-    copies = 3 if _several_micro_batches(setup, warm_start_to_come) else 1
+    gradients = bytes_a_device(programs[0].results)
+    # Beside those of a micro-batch, their sum and those of the next, which runs already.
+    further = 2 * gradients if _several_micro_batches(setup, warm_start_to_come) else 0
     parts = {
-        "micro-batch": batch + micro_batch.temp_size_in_bytes + copies * gradients,
+        "micro-batch": batch + micro_batch.temp_size_in_bytes + micro_batch.output_size_in_bytes + further,
         "update": gradients + update.temp_size_in_bytes + update.output_size_in_bytes - update.alias_size_in_bytes,
         **known,
     }

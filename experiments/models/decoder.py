@@ -45,8 +45,8 @@ from jaxlogp.head import HeadSpec
 MAX_UNROLLED_LAYERS = 4
 """Up to here the layers are compiled one by one: faster to run, and still a matter of seconds to compile."""
 MAX_UNROLLED_LAYERS_ON_GPU = 64
-"""The same of whole rows on a GPU. A loop copies all that it keeps for the backward pass into arrays of all layers, a sixth
-of the time of a step."""
+"""The same of whole rows on a GPU, but for prompts. A loop copies all that it keeps for the backward pass into arrays of all
+layers, a sixth of the time of a step."""
 
 
 class Decoder(nnx.Module):
@@ -213,7 +213,8 @@ class Decoder(nnx.Module):
             x = layer.finish(x, attend_packed(queries, keys, values, view.keys, **layer.attention_options))
             return x, (keys, values) if keep_keys_values else (None, None)
 
-        most = MAX_UNROLLED_LAYERS_ON_GPU if jax.default_backend() == "gpu" else MAX_UNROLLED_LAYERS
+        on_gpu = jax.default_backend() == "gpu" and not keep_keys_values
+        most = MAX_UNROLLED_LAYERS_ON_GPU if on_gpu else MAX_UNROLLED_LAYERS
         unrolled = self.config.num_layers <= most
         body = rematerialised(step, self.config.remat, unrolled=unrolled)
         layer_inputs = (stacked, self._is_sliding())

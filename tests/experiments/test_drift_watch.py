@@ -49,38 +49,32 @@ def rounds_of(made, columns=()):
     return Packing(**sizes, pad_id=TOKENIZER.pad_id, columns=columns).rounds(made)
 
 
-class Sums:
-    """Scores every label as the sampler did, but for some answers, whose last token is off."""
-
-    head_run = HeadRun("linear_policy_loss", "spy", "named by the caller", 3)
-
-    def __init__(self, offsets):
-        self.offsets, self.scored = offsets, 0
-
-    def score(self, params, scored):
-        batch = stacked(scored)
-        assert params == "params"
-        self.scored += 1
-        log_probs = np.where(batch.mask, batch.per_token["old_log_probs"], 0.0)
-        for index in np.argwhere(batch.mask & (batch.targets == EOS_ID)):
-            version = batch.versions[tuple(index)]
-            log_probs[tuple(index)] += self.offsets[int(version)]
-        return log_probs.astype(np.float32)
+HEAD = HeadRun("linear_policy_loss", "spy", "named by the caller", 3)
 
 
-def report(made, offsets, columns=()):
-    sums = Sums(offsets)
-    rounds = rounds_of(made, tuple(columns))
+def computed(each, offsets):
+    """The sampler's log-probs of a round, but for the last token of each answer, which is off."""
+    batch = stacked(each)
+    log_probs = np.where(batch.mask, batch.per_token["old_log_probs"], 0.0)
+    for index in np.argwhere(batch.mask & (batch.targets == EOS_ID)):
+        log_probs[tuple(index)] += offsets.get(int(batch.versions[tuple(index)]), np.nan)
+    return log_probs.astype(np.float32)
+
+
+def report(made, offsets, columns=(), computes=lambda document: True):
+    rounds = rounds_of([each for each in made if computes(each)], tuple(columns))
     assert len(rounds) >= 2
-    return sums, measure_drift(sums, "params", rounds, SEEN, vocab=VOCAB, reduction="mesh data=2", dtype="bfloat16")
+    observed = [(each, computed(each, offsets)) for each in rounds]
+    labels = {"head": HEAD, "vocab": VOCAB, "reduction": "mesh data=2", "dtype": "bfloat16"}
+    return measure_drift(made, observed, SEEN, **labels)
 
 
 def test_only_documents_of_the_present_parameters_count_and_the_worst_is_named():
     """Under the older parameters of 0 the tokens differ by far more: that is learning, not drift."""
-    sums, drift = report(documents([SEEN, 0, SEEN, SEEN, 0, SEEN]), {SEEN: -0.25, 0: 3.0})
+    drift = report(documents([SEEN, 0, SEEN, SEEN, 0, SEEN]), {SEEN: -0.25, 0: 3.0})
     found = drift.metrics(TOKENIZER)
     labels = 2 + 3 + 2 + 3
-    assert found["tokens"] == labels == 10 and sums.scored == 2
+    assert found["tokens"] == labels == 10
     assert found["max"] == found["p99_9"] * 1.0 == 0.25 and found["p50"] == 0.0
     assert found["mean"] == pytest.approx(4 * 0.25 / labels) and found["share_outside"] == 4 / labels
     # The first of equal ones: the end of the first document.
@@ -104,13 +98,18 @@ def test_the_worst_token_of_a_later_round_and_rank_is_found():
     made[place].sampler_log_probs[1] += 0.5
     rescored = [dataclasses.replace(each, old_log_probs=each.sampler_log_probs.copy()) for each in made]
     rescored[place].sampler_log_probs[1] -= 2.0
-    sums, drift = report(rescored, {}, ("sampler_log_probs",))
-    assert sums.scored == 0, "both sides are known"
+    drift = report(rescored, {}, ("sampler_log_probs",))
     found = drift.metrics(TOKENIZER)
     assert found["tokens"] == 14 and found["max"] == 2.0 and found["worst_token"] == "'8'"
     assert found["worst_context"] == "'9+9=1'" and found["worst_position"] == 6
     # Dealt to two ranks in turn, three each: the last document of the last round.
     assert found["worst_document"] == 5
+
+
+def test_the_worst_token_is_in_a_document_of_the_step_whichever_are_computed():
+    made = documents([SEEN] * 6)
+    drift = report(made, {SEEN: -0.25}, computes=lambda document: document is not made[0])
+    assert drift.metrics(TOKENIZER)["tokens"] == 12 and drift.worst.document == 1
 
 
 def test_the_context_begins_after_the_newest_turn():
@@ -119,23 +118,23 @@ def test_the_context_begins_after_the_newest_turn():
     turn = [*TOKENIZER.encode_prompt("1+2="), EOS_ID, *TOKENIZER.encode("4+5=")]
     old = made.sampler_log_probs
     one = Document.of_completion(np.int32(turn), made.tokens[-2:], old - 1.0, old_log_probs=old)
-    _, drift = report([one] * 6, {}, ("sampler_log_probs",))
+    drift = report([one] * 6, {}, ("sampler_log_probs",))
     assert drift.worst.texts(TOKENIZER) == ("'3'", "'4+5='") and drift.worst.position == len(turn)
 
 
 def test_rescored_documents_count_whatever_their_age():
     made = documents([0] * 6, sampler_offset=-0.125)
-    _, drift = report(made, {}, ("sampler_log_probs",))
+    drift = report(made, {}, ("sampler_log_probs",))
     assert drift.metrics(TOKENIZER)["tokens"] == 14 and drift.metrics(TOKENIZER)["max"] == 0.125
 
 
 def test_a_step_without_such_tokens_has_no_report():
-    sums, drift = report(documents([0] * 6), {0: 3.0})
-    assert drift is None and sums.scored == 0
+    drift = report(documents([0] * 6), {0: 3.0})
+    assert drift is None
 
 
 def test_tokens_that_are_not_finite_are_counted_and_the_first_is_named():
-    _, drift = report(documents([SEEN] * 6), {SEEN: np.nan})
+    drift = report(documents([SEEN] * 6), {SEEN: np.nan})
     assert drift.metrics(TOKENIZER)["num_non_finite"] == 6 and drift.metrics(TOKENIZER)["max"] == 0.0
     assert len(lines := drift.lines(TOKENIZER)) == 3
     first = "the first an end token after '1+2=3', position 6 of document 0"
