@@ -107,6 +107,8 @@ class Loop:
         self._monitor = StepMonitor(setup.config.guards, setup.sizes.completion)
         self.before: Scores | None = None
         self.progress, self._exhausted = Progress(), False
+        # A resume would still begin with it.
+        self._in_warm_start = False
         self._saved_step: int | None = None
         # Not the time of day, which jumps.
         self._saved_at = time.monotonic()
@@ -145,16 +147,22 @@ class Loop:
             self._console.say(f"the training data ended after {phase.at(progress.step)}")
         if phase.evaluates_ends:
             scores = self._evaluate_if_due() or scores or self._evaluate(log=False)
+            self._leave_warm_start()
         self._save()
         return Outcome(self.before, scores, progress.step, self._exhausted)
 
     def _evaluate_first(self) -> None:
         self.before = self._evaluate()
         self._save()
-        # Once a step is logged, a resume can no longer begin this phase again.
-        self._writer.wait_until_finished()
-        self._writer.forget_warm_start()
+        self._in_warm_start = True
         self._say_scores(self.before)
+
+    def _leave_warm_start(self) -> None:
+        """Waits for the checkpoint of step 0: once a step is logged, a resume can no longer begin this phase again."""
+        if self._in_warm_start:
+            self._in_warm_start = False
+            self._writer.wait_until_finished()
+            self._writer.forget_warm_start()
 
     @property
     def _ended(self) -> bool:
@@ -179,6 +187,7 @@ class Loop:
     def _record(self, result: StepResult, taken: Taken, started: float) -> None:
         progress, tokenizer, drift = self.progress, self._setup.tokenizer, result.drift
         refusal = None if result.refusal is None else result.refusal.sentence(tokenizer)
+        self._leave_warm_start()
         progress.step += 1
         progress.refused = 0 if refusal is None else progress.refused + 1
         values, step, writer = self._values(result, taken, started), progress.step, self._writer

@@ -32,6 +32,8 @@ class RunWriter:
     def __init__(self, folder: RunFolder, keep: int, identity: Identity) -> None:
         self._folder, self._keep, self._identity = folder, keep, identity
         self._checkpoints = Checkpoints(folder.checkpoints, keep)
+        # That of the warm start, whose last save may be in progress.
+        self._left: Checkpoints | None = None
         self._logs: MetricsWriter | None = None
         self._restored: Restored | None = None
 
@@ -40,10 +42,13 @@ class RunWriter:
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._checkpoints.close()
+            self._close_left()
         finally:
-            if self._logs is not None:
-                self._logs.close()
+            try:
+                self._checkpoints.close()
+            finally:
+                if self._logs is not None:
+                    self._logs.close()
 
     @property
     def begun(self) -> bool:
@@ -51,9 +56,10 @@ class RunWriter:
         return bool(numbered(self._checkpoints.folder))
 
     def enter(self, checkpoints: Path) -> None:
-        """Waits for the save in progress; from now on checkpoints are those of another folder, which is made if missing."""
-        self._checkpoints.close()
-        self._checkpoints, self._restored = Checkpoints(checkpoints, self._keep), None
+        """From now on checkpoints are those of another folder, which is made if missing. A save in progress goes on."""
+        self._close_left()
+        self._checkpoints, self._left = Checkpoints(checkpoints, self._keep), self._checkpoints
+        self._restored = None
 
     def forget_warm_start(self) -> None:
         """Removes the checkpoints of the warm start, once one of the training is durable."""
@@ -73,13 +79,17 @@ class RunWriter:
 
     def save(self, step: int, arrays: Any, **of_loop: Any) -> None:
         """As `Checkpoints.save`, once the lines of the logs are durable; `of_loop` are the loop's parts of the record."""
+        self._close_left()
         marks = LogMarks() if self._logs is None else self._logs.marks()
         self._checkpoints.save(step, arrays, CheckpointRecord(self._identity, marks, **of_loop))
 
     def wait_until_copied(self) -> None:
+        if self._left is not None:
+            self._left.wait_until_copied()
         self._checkpoints.wait_until_copied()
 
     def wait_until_finished(self) -> None:
+        self._close_left()
         self._checkpoints.wait_until_finished()
 
     def restore(self, template: Any, step: int | None = None) -> Restored:
@@ -102,6 +112,11 @@ class RunWriter:
     def record_resume(self, step: int) -> None:
         if processes().first:
             self._folder.record_resume(step)
+
+    def _close_left(self) -> None:
+        left, self._left = self._left, None
+        if left is not None:
+            left.close()
 
     def _open_logs(self, marks: LogMarks | None = None) -> None:
         if processes().first:

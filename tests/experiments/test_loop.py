@@ -221,6 +221,32 @@ def test_an_update_waits_until_what_is_saved_is_copied(tmp_path, monkeypatch):
     assert len(copied) > 3
 
 
+def test_the_first_step_is_made_while_its_beginning_is_saved_and_logged_once_that_is_durable(tmp_path, monkeypatch):
+    """Killed in between, the run is resumed from the warm start, and makes the step again."""
+    stepped, seal, step = threading.Event(), checkpoint.seal_files, Learner.step
+    _, folder, run = start(tmp_path, steps=2)
+
+    def seal_after_step(fresh, names):
+        if not (folder.warm_start / "3").is_dir():
+            return seal(fresh, names)
+        assert stepped.wait(20), "the step does not wait for the save"
+        time.sleep(0.1)
+        assert not [each for each in read_metrics(folder.metrics).records if each["kind"] == "train"]
+        assert folder.warm_start.is_dir()
+        return seal(fresh, names)
+
+    def count_step(learner, documents, **options):
+        done = step(learner, documents, **options)
+        if (folder.warm_start / "3").is_dir():
+            stepped.set()
+        return done
+
+    monkeypatch.setattr(checkpoint, "seal_files", seal_after_step)
+    monkeypatch.setattr(Learner, "step", count_step)
+    run()
+    assert stepped.is_set() and not folder.warm_start.exists() and complete_steps(folder.checkpoints)[0] == 0
+
+
 MOMENTS = {
     "warm start step 1": "1 of the warm start",
     "warm start evaluation 2": "2 of the warm start",
