@@ -16,7 +16,7 @@ from experiments.experience.scoring import score
 from experiments.refusal import NotFinite, Refusal, require_finite
 from experiments.sampling.options import SamplingOptions
 from experiments.sampling.policy import Generation, Shape
-from experiments.tasks import Example, Rewards
+from experiments.tasks import Rewards
 from experiments.tasks.options import RewardConfig
 from experiments.tasks.rewards import RewardNotFinite
 from jaxlogp import Document
@@ -52,7 +52,10 @@ class Rollouts(ExperienceSource):
         self._prompts, self._rewards, self._options = prompts, rewards, options
         self._advantages, self._is_greedy, self._made = ADVANTAGES[advantages], advantages == "greedy_baseline", 0
         self._reward = RewardConfig() if reward is None else reward
-        self.shape = Shape(options.prompts_per_rollout, prompt_tokens, options.num_generations, sampling)
+        # A greedy completion of each prompt is drawn along with the others.
+        copies = options.num_generations + self._is_greedy
+        sampling = replace(sampling, greedy_last=self._is_greedy)
+        self.shape = Shape(options.prompts_per_rollout, prompt_tokens, copies, sampling)
 
     def state(self) -> dict[str, Any]:
         return {"rollouts": self._made, "cursor": self._prompts.cursor}
@@ -93,20 +96,18 @@ class Rollouts(ExperienceSource):
         return Rollout([*kept[: options.prompts_per_rollout], *filled], counts)
 
     def _draw(self, policy: Policy) -> Rollout:
-        number, width, copies, sampling = self.shape
-        examples = self._prompts.take(number)
+        copies = self._options.num_generations
+        examples = self._prompts.take(self.shape.prompts)
         if not examples:
             return Rollout([], RolloutCounts())
-        prompts = [encode_prompt(policy.tokenizer, example, width) for example in examples]
-        seed = (ROLLOUTS, self._made)
-        self._made += 1
-        drawn = policy.generate(prompts, sampling, copies=copies, seed=seed, pad_to=(number, width))
+        prompts = [encode_prompt(policy.tokenizer, example, self.shape.tokens) for example in examples]
+        drawn, greedy = self._complete(policy, prompts)
         require_finite("log-probs of the sampler", [each.log_probs for each in drawn], lambda i: prompts[i // copies])
         repeated = [example for example in examples for _ in range(copies)]
         (scored,), empty = score(policy.tokenizer, repeated, drawn, self._rewards)
         lengths = np.array([0 if self._is_masked(each) else len(each.ids) for each in drawn], np.int32)
         shape = (-1, copies)
-        baselines = self._greedy_rewards(policy, examples, prompts) if self._is_greedy else None
+        baselines = score(policy.tokenizer, examples, greedy, self._rewards).scored[0].rewards if greedy else None
         kl = self._kl(policy, [prompts[i // copies] for i in range(len(drawn))], drawn)
         rewards = (scored.rewards - self._reward.kl_coefficient * kl).astype(np.float32).reshape(shape)
         advantages = jax.device_get(self._advantages(rewards, lengths.reshape(shape), baselines).advantages)
@@ -115,11 +116,22 @@ class Rollouts(ExperienceSource):
         facts = zip(drawn, advantages.ravel().tolist(), scored.rewards.tolist(), strict=True)
         documents = [self._document(prompts[i // copies], *each, policy.version) for i, each in enumerate(facts)]
         groups = [Group(documents[copies * i : copies * (i + 1)], same) for i, same in enumerate(degenerate.tolist())]
-        fits = [fits_completion(policy.tokenizer, example, sampling.max_new_tokens) for example in examples]
+        longest = self.shape.options.max_new_tokens
+        fits = [fits_completion(policy.tokenizer, example, longest) for example in examples]
         unfit = fits.count(False) if degenerate.all() else 0
         names = self._rewards.names
         counts = RolloutCounts.of(drawn, scored, names, empty=empty, degenerate=degenerate, unfit=unfit)
         return Rollout(groups, replace(counts, kl=float(kl.sum())) if self._reward.kl_coefficient else counts)
+
+    def _complete(self, policy: Policy, prompts: list[list[int]]) -> tuple[list[Generation], list[Generation]]:
+        """Returns the completions of the prompts, and a greedy one of each if they are compared with it."""
+        number, width, copies, sampling = self.shape
+        seed = (ROLLOUTS, self._made)
+        self._made += 1
+        drawn = policy.generate(prompts, sampling, copies=copies, seed=seed, pad_to=(number, width))
+        if not self._is_greedy:
+            return drawn, []
+        return [each for place, each in enumerate(drawn, 1) if place % copies], drawn[copies - 1 :: copies]
 
     def _kl(
         self, policy: Policy, prompts: list[list[int]], drawn: list[Generation]
@@ -136,15 +148,6 @@ class Rollouts(ExperienceSource):
         for row, each, theirs in zip(distances, drawn, policy.reference_log_probs(documents), strict=True):
             row[: len(theirs)] = theirs - each.log_probs
         return self._reward.kl(distances)
-
-    def _greedy_rewards(
-        self, policy: Policy, examples: list[Example], prompts: list[list[int]]
-    ) -> Float[np.ndarray, " prompts"]:
-        number, width, _, sampling = self.shape
-        greedy = replace(sampling, greedy=True, record_support=False)
-        drawn = policy.generate(prompts, greedy, pad_to=(number, width))
-        (scored,), _ = score(policy.tokenizer, examples, drawn, self._rewards)
-        return scored.rewards
 
     def _document(
         self, prompt: list[int], drawn: Generation, advantage: float, reward: float, version: int

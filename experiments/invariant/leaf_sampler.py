@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from experiments.invariant.leaf_programs import LeafPrograms, Loaded
 from experiments.models.attention import RowCache
-from experiments.sampling.sample_token import CompletionRule, keys_of_rows, logits_of
+from experiments.sampling.sample_token import CompletionRule, keys_of_rows, logits_of, most_likely
 from experiments.sampling.sampler import Sampler, Samples
 
 
@@ -51,7 +51,8 @@ class InvariantSampler(Sampler):
     ) -> Samples:
         prompts, lengths = (np.repeat(x, copies, axis=0) for x in (prompts, lengths))
         loaded, count = self._programs.load(params), len(prompts)
-        groups = [self._complete_group(loaded, prompts, lengths, start, key) for start in range(0, count, self._group)]
+        starts, of_all = range(0, count, self._group), (key, copies)
+        groups = [self._complete_group(loaded, prompts, lengths, start, *of_all) for start in starts]
         drawn, log_probs, ends = (np.concatenate(column)[:count] for column in zip(*groups, strict=True))
         return Samples(drawn, log_probs, log_probs, ends - lengths)
 
@@ -59,7 +60,7 @@ class InvariantSampler(Sampler):
         return None
 
     def _complete_group(
-        self, loaded: Loaded, prompts: np.ndarray, lengths: np.ndarray, start: int, key: jax.Array
+        self, loaded: Loaded, prompts: np.ndarray, lengths: np.ndarray, start: int, key: jax.Array, copies: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns tokens drawn [B, N], their log-probs, and the lengths of the rows with them."""
         tokens, begin, done = self._start(prompts[start : start + self._group], lengths[start : start + self._group])
@@ -73,7 +74,7 @@ class InvariantSampler(Sampler):
                 break
             hidden = self._read(loaded, [(rows.tokens, rows.starts) for rows in ranks], caches)
             operands = zip(loaded.heads, hidden, ranks, row_ids, strict=True)
-            ranks, flags = zip(*(self._advance(*each, key, step) for each in operands), strict=True)
+            ranks, flags = zip(*(self._advance(*each, key, step, copies) for each in operands), strict=True)
             ended.append(list(flags))
         columns = [rows.lengths for rows in ranks], [rows.drawn for rows in ranks]
         ends, drawn = map(self._programs.ranks.on_host, columns)
@@ -128,16 +129,19 @@ class InvariantSampler(Sampler):
             for rank, device in zip(ranks.here, ranks.devices, strict=True)
         ]
 
-    def _one_token(self, weight, block, rows: _Rows, row_ids, key, step) -> tuple[_Rows, Array]:
+    def _one_token(self, weight, block, rows: _Rows, row_ids, key, step, copies) -> tuple[_Rows, Array]:
         """Returns the rows with one token more, and which are done, drawn from the hidden states of each row's block."""
         size, spec = self._programs.reader.block, self._programs.spec
         hidden = jnp.take_along_axis(block, ((rows.lengths - 1) % size)[:, None, None], axis=1)[:, 0]
         logits = logits_of(hidden, spec, weight)
+        greedy = self._rule.greedy_rows(row_ids, copies)
         if self._rule.options.greedy:
-            drawn = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            drawn = most_likely(logits)
         else:
             keys = keys_of_rows(jax.random.fold_in(key, step), row_ids)
             drawn = jax.vmap(jax.random.categorical)(keys, logits / spec.temperature).astype(jnp.int32)
+        if greedy is not None:
+            drawn = jnp.where(greedy, most_likely(logits), drawn)
         live = ~rows.done
         drawn = jnp.where(live, drawn, 0)
         slot = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)

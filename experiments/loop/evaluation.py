@@ -124,8 +124,10 @@ class AnswerEvaluation:
     ) -> None:
         self._rewards, self._verdict = rewards, Rewards((RewardTerm(CORRECT, task.verify),))
         self._examples = held_out_examples(task, num_prompts)
-        self._greedy = replace(options, greedy=True)
-        self.shape = Shape(len(self._examples), prompt_tokens, 1, options)
+        # Drawn together: one program, which reads each prompt once.
+        self._both = replace(options, greedy_last=True)
+        self.shape = Shape(len(self._examples), prompt_tokens, 2, self._both)
+        self._options = options
         self._asked = num_prompts
 
     @property
@@ -136,9 +138,9 @@ class AnswerEvaluation:
     def of(self, policy: Policy) -> EvaluatedAnswers:
         examples, tokenizer, judges = self._examples, policy.tokenizer, (self._rewards, self._verdict)
         prompts = [encode_prompt(tokenizer, example, self.shape.tokens) for example in examples]
+        both = self._draw(policy, prompts, self._both, copies=2)
         sampled, greedy = (
-            Answers(drawn, *score(tokenizer, examples, drawn, *judges).scored)
-            for drawn in (self._draw(policy, prompts, options) for options in (self.shape.options, self._greedy))
+            Answers(drawn, *score(tokenizer, examples, drawn, *judges).scored) for drawn in (both[::2], both[1::2])
         )
         shown = examples[:SHOWN_SAMPLES]
         samples = to_samples(tokenizer, shown, sampled.drawn, sampled.rewards, self._rewards.names)
@@ -147,11 +149,16 @@ class AnswerEvaluation:
     def exact_match_on(self, examples: list[Example], policy: Policy, step: int) -> float:
         """Share of right answers to other examples, sampled with other random numbers at every step."""
         prompts = [encode_prompt(policy.tokenizer, example, self.shape.tokens) for example in examples]
-        drawn = self._draw(policy, prompts, self.shape.options, (CHECKS, step))
+        drawn = self._draw(policy, prompts, self._options, (CHECKS, step))
         (verdicts,) = score(policy.tokenizer, examples, drawn, self._verdict).scored
         return float(np.mean(verdicts.rewards, dtype=np.float64))
 
     def _draw(
-        self, policy: Policy, prompts: list[list[int]], options: SamplingOptions, seed: tuple[int, ...] = (EVALUATION,)
+        self,
+        policy: Policy,
+        prompts: list[list[int]],
+        options: SamplingOptions,
+        seed: tuple[int, ...] = (EVALUATION,),
+        copies: int = 1,
     ) -> list[Generation]:
-        return policy.generate(prompts, options, seed=seed, pad_to=(len(prompts), self.shape.tokens))
+        return policy.generate(prompts, options, copies=copies, seed=seed, pad_to=(len(prompts), self.shape.tokens))

@@ -19,6 +19,7 @@ class SamplingOptions:
         max_new_tokens: largest number of tokens, end token included.
         temperature: divisor of the logits; None for that of the run, which the trainer divides by.
         greedy: take the most likely token, the lowest id among equals.
+        greedy_last: do so in the last of the copies of each prompt.
         top_k: draw among this many most likely tokens only, and ties with the last of them; None for all.
         top_p: of these, draw among the fewest most likely whose probabilities (renormalized after top_k) sum to at least
             this, and ties with the last of them; 1 for all.
@@ -32,6 +33,7 @@ class SamplingOptions:
     max_new_tokens: int
     temperature: float | None = None
     greedy: bool = False
+    greedy_last: bool = False
     top_k: int | None = None
     top_p: float = 1.0
     min_p: float = 0.0

@@ -18,18 +18,19 @@ class RecomputeSampler(Sampler):
 
     def __init__(self, model: SampledModel, rule: CompletionRule) -> None:
         self._model, self._rule = model, rule
-        self._run = jax.jit(self._completed)
+        self._run = jax.jit(self._completed, static_argnums=4)
 
     def __call__(
         self, params: nnx.State, prompts: np.ndarray, lengths: np.ndarray, copies: int, key: jax.Array
     ) -> Samples:
-        samples = self._run(self._model.state(params), *self._placed(prompts, lengths, copies), key)
+        samples = self._run(self._model.state(params), *self._placed(prompts, lengths, copies), key, copies)
         return jax.tree.map(lambda x: x[: len(prompts) * copies], whole_on_host(samples))
 
     def memory(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> int | None:
         rows = self._placed(np.zeros((prompts, tokens), np.int32), np.ones(prompts, np.int32), copies)
         state, copied = self._model.shapes(params)
-        beside = compiled_ahead(self._run, state, *rows, jax.random.key(0)).bytes_beside(bytes_a_device(state))
+        program = compiled_ahead(self._run, state, *rows, jax.random.key(0), copies)
+        beside = program.bytes_beside(bytes_a_device(state))
         return None if beside is None else beside + copied
 
     def _placed(self, prompts: np.ndarray, lengths: np.ndarray, copies: int) -> tuple[jax.Array, jax.Array]:
@@ -38,11 +39,11 @@ class RecomputeSampler(Sampler):
         room = np.full((len(prompts), self._rule.options.max_new_tokens), self._rule.pad_id, np.int32)
         return split_rows((np.concatenate([prompts, room], axis=1), lengths), self._model.mesh)
 
-    def _completed(self, state, rows, prompt_lengths, key) -> Samples:
+    def _completed(self, state, rows, prompt_lengths, key, copies) -> Samples:
         model = nnx.merge(self._model.graph, state)
         count, width = rows.shape
         place, row_numbers = (jnp.arange(size, dtype=jnp.int32) for size in (width, count))
-        row_keys = keys_of_rows(key, row_numbers)
+        row_keys, greedy = keys_of_rows(key, row_numbers), self._rule.greedy_rows(row_numbers, copies)
 
         def extend(carry, step):
             rows, done, support = carry
@@ -52,7 +53,7 @@ class RecomputeSampler(Sampler):
             positions = jnp.where(segments == 0, place, place - lengths[:, None])
             hidden = model.hidden_states(rows, positions, segments)
             last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-            operands = (last, model.head(), row_keys, step, done, support)
+            operands = (last, model.head(), row_keys, step, done, greedy, support)
             sampled, after, support = self._rule.next_tokens(*operands)
             return (rows.at[row_numbers, lengths].set(sampled.tokens), after, support), (*sampled[:3], done)
 

@@ -59,14 +59,25 @@ class CompletionRule:
             return None
         return RecordedSupport.empty(rows, options.max_new_tokens, min(options.support_room, vocab_size))
 
+    def greedy_rows(self, row_ids: Int[Array, " B"], copies: int | Int[Array, ""]) -> Bool[Array, " B"] | None:
+        """Returns which rows take the most likely token, of `copies` of each prompt side by side; None if all are alike."""
+        return row_ids % copies == copies - 1 if self.options.greedy_last else None
+
     def next_tokens(
-        self, hidden, head, row_keys, step, done, support: RecordedSupport | None = None
+        self,
+        hidden,
+        head,
+        row_keys,
+        step,
+        done,
+        greedy: Bool[Array, " B"] | None = None,
+        support: RecordedSupport | None = None,
     ) -> tuple[SampledToken, Bool[Array, " B"], RecordedSupport | None]:
         """Returns one token per row, padding and a log-prob of 0.0 where the row is done, which are done after it, and the
         support with that of these tokens."""
         keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, step)
         room = None if support is None else support.room(step)
-        sampled = sample_token(logits_of(hidden, *head), keys, self.options, room)
+        sampled = sample_token(logits_of(hidden, *head), keys, self.options, room, greedy)
         if support is not None:
             mass = jnp.where(done, 0.0, sampled.mass)
             support = support.extended(sampled.kept & ~done[:, None], sampled.cut & ~done, mass, step)
@@ -89,10 +100,12 @@ def sample_token(
     row_keys: Key[Array, " B"],
     options: SamplingOptions,
     room: Int[Array, " B"] | None = None,
+    greedy: Bool[Array, " B"] | None = None,
 ) -> SampledToken:
     """Draws one token for every row, by its own random key, from fp32 logits before the temperature.
 
-    `room` is the most ids that each row may draw among, where the support is recorded.
+    `room` is the most ids that each row may draw among, where the support is recorded. `greedy` rows take the most likely
+    token, as all do with `options.greedy`.
     """
     assert options.temperature is not None, "what draws has been told that of the run"
     scaled = logits.astype(jnp.float32) / options.temperature
@@ -103,14 +116,16 @@ def sample_token(
     if options.filters:
         left = scaled >= _threshold(scaled, largest, weights, options)
         if room is not None:
-            kept, cut = _most_likely(scaled, left, room)
+            kept, cut = _cut_to_room(scaled, left, room)
             left = kept
         drawn_from = jnp.where(left, weights, 0.0)
         drawn_total = drawn_from.sum(axis=-1)
     if options.greedy:
-        tokens = jnp.argmax(scaled, axis=-1).astype(jnp.int32)
+        tokens = most_likely(scaled)
     else:
         tokens = _invert(drawn_from, jax.vmap(jax.random.uniform)(row_keys))
+    if greedy is not None:
+        tokens = jnp.where(greedy, most_likely(scaled), tokens)
     chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0] - largest[:, 0]
     drawn = chosen - jnp.log(drawn_total)
     if room is None:
@@ -118,7 +133,11 @@ def sample_token(
     return SampledToken(tokens, drawn, drawn, kept, cut, drawn_total / total)
 
 
-def _most_likely(
+def most_likely(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _cut_to_room(
     scaled: Float[Array, "B V"], left: Bool[Array, "B V"], room: Int[Array, " B"]
 ) -> tuple[Bool[Array, "B V"], Bool[Array, " B"]]:
     """Returns the most likely entries left, of equals the lowest ids, as many as have room, and where some had none."""

@@ -167,6 +167,7 @@ class _Rows:
     tokens: Array
     done: Array
     keys: Array
+    greedy: Array | None
     step: Array
     cache: KVCache
 
@@ -181,12 +182,13 @@ def _prefill(graph, rule: CompletionRule, copies, state, prompts, lengths, key) 
     if copies > 1:
         hidden, cache = jnp.repeat(hidden, copies, axis=0), cache.repeat_rows(copies)
     count = len(hidden)
-    zeros, keys = jnp.zeros(count, jnp.int32), keys_of_rows(key, jnp.arange(count, dtype=jnp.int32))
+    zeros, row_ids = jnp.zeros(count, jnp.int32), jnp.arange(count, dtype=jnp.int32)
+    keys, greedy = keys_of_rows(key, row_ids), rule.greedy_rows(row_ids, copies)
     log_probs = jnp.zeros((count, size), jnp.float32)
     head = model.head()
     support = rule.no_support(count, head[1].shape[0])
     samples = Samples(jnp.full((count, size), rule.pad_id, jnp.int32), log_probs, log_probs, zeros, support)
-    rows = _Rows(samples, zeros, jnp.zeros(count, jnp.bool_), keys, jnp.int32(0), cache)
+    rows = _Rows(samples, zeros, jnp.zeros(count, jnp.bool_), keys, greedy, jnp.int32(0), cache)
     return _extended(rule, rows, hidden, head)
 
 
@@ -211,15 +213,16 @@ def _decode(graph, rule: CompletionRule, size, ranks, state, rows: _Rows) -> _Ro
 @jax.jit
 def _kept(rows: _Rows, kept) -> _Rows:
     """Returns the rows with these indices, int32 [ranks, C], among those of each rank."""
-    samples = jax.tree.map(lambda x: rows_of_ranks(x, kept), rows.samples)
-    own = {name: rows_of_ranks(getattr(rows, name), kept) for name in ("tokens", "done", "keys")}
-    return replace(rows, samples=samples, cache=rows.cache.take_rows(kept), **own)
+    parts = {name: getattr(rows, name) for name in ("samples", "tokens", "done", "keys", "greedy")}
+    own = jax.tree.map(lambda x: rows_of_ranks(x, kept), parts)
+    return replace(rows, cache=rows.cache.take_rows(kept), **own)
 
 
 def _extended(rule: CompletionRule, rows: _Rows, hidden, head) -> _Rows:
     """Adds a token to every row that is not done."""
     before = rows.samples
-    sampled, done, support = rule.next_tokens(hidden, head, rows.keys, rows.step, rows.done, before.support)
+    of_rows = (rows.keys, rows.step, rows.done, rows.greedy, before.support)
+    sampled, done, support = rule.next_tokens(hidden, head, *of_rows)
 
     def put(column: Array, new: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(column, new[:, None], rows.step, axis=1)

@@ -7,7 +7,7 @@ from experiments.sampling.policy import Generation
 
 
 class ScriptedPolicy:
-    """Completes every prompt with the same answers, each drawn with log-probs of -0.5."""
+    """Completes every prompt with the same answers, the first of them greedily, each drawn with log-probs of -0.5."""
 
     version = 0
 
@@ -16,7 +16,8 @@ class ScriptedPolicy:
 
     def generate(self, prompts, options, *, copies=1, seed=(), pad_to=None):
         """See `Policy`."""
-        return [self._generation(text, options.max_new_tokens) for text in self.answers[:copies]] * len(prompts)
+        answers = self.answers[: copies - options.greedy_last] + self.answers[: options.greedy_last]
+        return [self._generation(text, options.max_new_tokens) for text in answers] * len(prompts)
 
     def _generation(self, text, longest):
         ids = np.array([*self.tokenizer.encode(text), EOS_ID][:longest], np.int32)

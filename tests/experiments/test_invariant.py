@@ -79,6 +79,20 @@ def test_sampler_and_trainer_have_the_same_numbers(single):
     assert 0.0 < train_records(single)[0]["reward_mean"] < 1.0, "without a gradient all of this would be easy"
 
 
+def test_the_last_copy_of_a_prompt_may_be_greedy_beside_draws(single):
+    backend, row_length = single.setup.backend, single.setup.sizes.row
+    inputs = np.full((3, 2), 4, np.int32), np.full(3, 2, np.int32)
+
+    def draw(copies, **options):
+        sampler = backend.make_sampler(SamplingOptions(3, temperature=1.0, **options), row_length)
+        return sampler(single.params, *inputs, copies, jax.random.key(0)).tokens
+
+    both, drawn = draw(2, greedy_last=True), draw(2)
+    assert (both[1::2] != drawn[1::2]).any()
+    np.testing.assert_array_equal(both[1::2], draw(1, greedy=True))
+    np.testing.assert_array_equal(both[::2], drawn[::2])
+
+
 @pytest.mark.slow
 def test_rollouts_on_another_mesh_draw_the_trainers_numbers(single, runs):
     result = run(runs, "fsdp=2", rollout={"mesh": "data=2,tensor=4"})

@@ -168,9 +168,7 @@ def test_a_run_that_cannot_fit_is_refused_without_a_folder_and_a_resume_without_
     messages = [each.getMessage() for each in caplog.records]
     for name in ("_prefill", "_decode"):
         compiled = sum(f"Compiling jit({name})" in each for each in messages)
-        assert compiled == 3, (
-            "one for rollouts, and one each for sampled and greedy evaluations; asking for their memory adds none"
-        )
+        assert compiled == 2, "one for rollouts and one for evaluations; asking for their memory adds none"
     line = next(each for each in capsys.readouterr().out.splitlines() if each.startswith("memory per device: "))
     assert "state" in line and "micro-batch" in line and "rollout" in line and "at least" not in line
     monkeypatch.setattr(memory, "device_limit", lambda devices: 100 * 2**10)

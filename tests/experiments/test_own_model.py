@@ -89,6 +89,14 @@ def test_an_uncached_draw_takes_the_tokens_of_the_cached_one_when_both_are_greed
 
 
 @pytest.mark.slow
+def test_the_last_copy_of_an_uncached_draw_may_be_greedy():
+    graph, state = decoder()
+    both, drawn = (draw(graph, state, greedy_last=last) for last in (True, False))
+    np.testing.assert_array_equal(both.tokens[1::2], draw(graph, state, copies=1, greedy=True).tokens)
+    np.testing.assert_array_equal(both.tokens[::2], drawn.tokens[::2])
+
+
+@pytest.mark.slow
 def test_the_draws_of_a_row_do_not_depend_on_the_mesh():
     graph, state = decoder()
     # Six rows: four ranks do not divide them.

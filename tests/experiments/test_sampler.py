@@ -128,6 +128,16 @@ def test_greedy_takes_the_likeliest_token_whatever_the_key():
     np.testing.assert_array_equal(row[lengths[2] :], likeliest[lengths[2] - 1 : -1])
 
 
+def test_the_last_copy_of_a_prompt_may_be_greedy_beside_draws():
+    inputs = (decoder(), *prompts(), jax.random.key(1))
+    both, drawn = (sample(*inputs, rule(NEW, **ENDS, greedy_last=last), copies=3) for last in (True, False))
+    greedy = sample(*inputs, rule(NEW, **ENDS, greedy=True))
+    assert (both.tokens[2::3] != drawn.tokens[2::3]).any()
+    np.testing.assert_array_equal(both.tokens[2::3], greedy.tokens)
+    for copy in range(2):
+        np.testing.assert_array_equal(both.tokens[copy::3], drawn.tokens[copy::3])
+
+
 def test_a_row_is_the_same_in_any_batch_and_with_any_padding():
     ids, lengths = prompts()
     whole = sample(decoder(), ids, lengths, jax.random.key(5), RULE)
