@@ -28,6 +28,10 @@ CURES = {
 }
 
 
+class DoesNotFit(ValueError):
+    """A run needs more memory than its devices have."""
+
+
 class MemoryNeed(NamedTuple):
     """Bytes of one device: held all the time, and on top of that at different moments, by name.
 
@@ -56,7 +60,7 @@ class MemoryNeed(NamedTuple):
 def say_memory(setup: Setup, progress: Progress, console: RunConsole, *, resumed: bool = False) -> None:
     """Compiles the programs of a step, a rollout and an evaluation, as their first calls would, and prints what they need.
 
-    ValueError if that is clearly more than there is, with what may make it fit; in a resume, what can still be changed.
+    DoesNotFit if that is clearly more than there is, with what may make it fit; in a resume, what can still be changed.
     """
     if progress.step >= setup.config.schedule.steps:
         return
@@ -76,7 +80,7 @@ def say_memory(setup: Setup, progress: Progress, console: RunConsole, *, resumed
     fits = ", ".join([*cures, "a device with more memory"])
     sentence = f"memory: a device needs {need} and has {size(limit)}; try {fits}"
     if need.state > limit or need.total > ACCURACY * limit:
-        raise ValueError(sentence)
+        raise DoesNotFit(sentence)
     console.warn(sentence)
 
 

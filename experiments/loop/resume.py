@@ -95,7 +95,8 @@ def _set_up(
     for warning in require_same_parts(began_with, found.parts):
         RunConsole(quiet).warn(warning)
     dtype = DtypeChoice(config.model.dtype, "as the run began")
-    setup = found.assemble(folder.path, dtype, restored=restored)
+    found.report(folder.path, dtype)
+    setup = found.assemble(restored=restored)
     return Run(setup, folder, lock, dtype, Resumption(folder, stored, kept), step)
 
 

@@ -15,12 +15,13 @@ from flax import nnx
 from experiments.config import Config, RewardConfig, validate
 from experiments.experience.experience import ExperienceSource, Policy
 from experiments.experience.own_source import resolve_source
-from experiments.learner.model_source import ModelSource
+from experiments.learner.model_source import DecoderSource, ModelSource
 from experiments.loop.assemble import Setup, assemble
 from experiments.loop.evaluation import Scores
 from experiments.loop.find_model import find_model, with_own_model
 from experiments.loop.loop import Outcome, Progress, resume_hint
-from experiments.loop.memory import peak_bytes, say_memory, size
+from experiments.loop.memory import DoesNotFit, peak_bytes, say_memory, size
+from experiments.loop.remat import RematChoice, remat_choices
 from experiments.loop.run_parts import NOTHING_OWN, RewardPairs, UserParts, parts_of
 from experiments.loop.session import Resumption, run_to_end
 from experiments.loop.start_report import print_start_report
@@ -140,10 +141,19 @@ class Found:
     model: ModelSource
     parts: RunParts
 
-    def assemble(self, folder: Path, dtype: DtypeChoice, *, restored: bool = False) -> Setup:
+    def report(self, folder: Path, dtype: DtypeChoice) -> None:
         print_start_report(self.config, self.task, self.model, folder, dtype, self.rewards)
+
+    def assemble(self, *, restored: bool = False) -> Setup:
         given = {"model": self.model, "restored": restored, "source": self.source}
         return assemble(self.config, self.task, self.rewards, **given)
+
+    def with_remat(self, policy: str) -> "Found":
+        """Returns the same with another recomputation, of a decoder."""
+        assert isinstance(self.model, DecoderSource), "no other model has a choice"
+        model = dataclasses.replace(self.model, decoder=dataclasses.replace(self.model.decoder, remat=policy))
+        options = dataclasses.replace(self.config.model, remat=policy)
+        return dataclasses.replace(self, model=model, config=dataclasses.replace(self.config, model=options))
 
 
 def find_parts(
@@ -167,17 +177,40 @@ def set_up(config: Config, user: UserParts = NOTHING_OWN) -> Run:
     validate(config)
     config = with_own_model(config, user.model)
     # What a run began with it keeps, whatever device it is resumed on.
-    dtype = dtype_here(config.model.dtype)
+    dtype, chooses_remat = dtype_here(config.model.dtype), config.model.remat == "auto"
     config = _with_lasting_base(config.resolved())
     both = user.task is not None and names_user_task(config.task)
     require(not both, "--task", "no task of your own where train is given one", config.task)
     task = given_task(config, user.task)
     path = Path(processes().from_first("run folder", lambda: str(_new_path(config, task))))
     found = find_parts(config, user, task, source)
-    setup = found.assemble(path, dtype)
-    say_memory(setup, Progress(), RunConsole(config.quiet))
+    found.report(path, dtype)
+    choices = list(remat_choices(config, task, found.model)) if chooses_remat else []
+    found, setup = _first_that_fits(found, choices)
     folder, lock = _made_by_first(path, found)
     return Run(setup, folder, lock, dtype)
+
+
+def _first_that_fits(found: Found, choices: list[RematChoice]) -> tuple[Found, Setup]:
+    """Compiles a run with one recomputation after the other, if there is a choice, until its programs fit."""
+    console = RunConsole(found.config.quiet)
+    for choice in choices[:-1]:
+        console.say(str(choice))
+        tried = found.with_remat(choice.policy)
+        try:
+            return tried, _assembled(tried, console)
+        except DoesNotFit as error:
+            console.warn(f"{error}; recomputing more")
+    if choices:
+        console.say(str(choices[-1]))
+        found = found.with_remat(choices[-1].policy)
+    return found, _assembled(found, console)
+
+
+def _assembled(found: Found, console: RunConsole) -> Setup:
+    setup = found.assemble()
+    say_memory(setup, Progress(), console)
+    return setup
 
 
 def require_same_run(config: Config, task: Task | SupervisedFile) -> None:

@@ -59,8 +59,9 @@ class ModelConfig:
     """Attention over packed rows: einsum, chunked, hopper, tokamax, cudnn, repeatable or auto (the fastest that can run).
     repeatable, and auto with --invariant: hopper if it can run, otherwise einsum; their gradients repeat bitwise."""
     remat: Annotated[str, OneOf("auto", *POLICIES)] = "auto"
-    """Recomputation in the backward pass: none, products, attention, full or auto (none on a CPU, otherwise attention).
-    none keeps what the compiler chooses, attention its results and the layers' inputs, full the inputs alone."""
+    """Recomputation in the backward pass: none, products, attention, full or auto.
+    none keeps what the compiler chooses, products the results of all matrix products, full the layers' inputs alone.
+    auto: the least that fits among products, attention and full; none on a CPU, attention with --invariant on a GPU."""
 
     def decoder(self, vocab_size: int, invariant: bool = False) -> DecoderConfig:
         """Returns the configuration of a new model for a vocabulary of at least ``vocab_size`` tokens.
