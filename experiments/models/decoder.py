@@ -10,6 +10,7 @@ layer first, so that one layer is traced and compiled for all. Kernels map the l
 Shapes: B rows, T tokens of a row, Q prompts of P slots, H hidden features, V vocabulary entries.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -159,10 +160,11 @@ class Decoder(nnx.Module):
         full, sliding = self._rotations(positions[:, None])
         x, held = self._embed(tokens[:, None]), []
         for index, layer in enumerate(self.layers_apart() if layers is None else layers):
-            tables = full if self.config.window_of(index) is None else sliding
-            attended, after = layer.attend_new(x, tables, cache, index, self.mesh)
+            window = self.config.window_of(index)
+            own = replace(cache, layers=cache.layers[index : index + 1])
+            graph, state = nnx.split(layer)
+            x, after = _read_new(graph, window, self.mesh, state, x, full if window is None else sliding, own)
             held.append(after)
-            x = layer.finish(x, attended)
         return self._final_norm(x)[:, 0], replace(cache, layers=tuple(held), filled=cache.filled + 1)
 
     def read_block(
@@ -266,6 +268,17 @@ class Decoder(nnx.Module):
 
     def _final_norm(self, x):
         return gathered(self.norm, self.mesh)(x)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _read_new(graph, window: int | None, mesh: Mesh | None, state, x: Array, tables, cache: KVCache):
+    """Returns the residual stream of a new token of each row after a layer, and the layer's cache with it.
+
+    Traced once for all layers that are alike, so that JAX makes their kernel once.
+    """
+    layer = nnx.merge(graph, state)
+    attended, held = layer.attend_new(x, tables, cache, window, mesh)
+    return layer.finish(x, attended), held
 
 
 def _view_of(views: tuple[View, ...], is_sliding: Array | None) -> View:

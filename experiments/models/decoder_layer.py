@@ -100,21 +100,20 @@ class DecoderLayer(nnx.Module):
         x: Float[Array, "B 1 H"],
         tables: tuple[Array, Array],
         cache: KVCache,
-        index: int,
+        window: int | None,
         mesh: Mesh | None = None,
     ) -> tuple[Float[Array, "B 1 N D"], LayerCache]:
-        """Attends from each row's new token to its cache and itself; returns the result and this layer's updated cache.
+        """Attends from each row's new token to the layer's cache and itself; returns the result and the updated cache.
 
         The kernel takes joined projections and norms and rotates them itself, without `queries_keys_values`.
         """
-        window = self.config.window_of(index)
         if cache.implementation == "triton":
             first, preparation = first_readable(cache, window), self._preparation(tables)
             options = {"mesh": mesh, **self.attention_options}
-            attended, held = attend_triton(self._projections(x), preparation, cache, index, first, **options)
+            attended, held = attend_triton(self._projections(x), preparation, cache, first, **options)
         else:
             new = (each[:, 0] for each in self.queries_keys_values(x, tables))
-            attended, held = attend_cached(*new, cache, index, window=window, **self.attention_options)
+            attended, held = attend_cached(*new, cache, window=window, **self.attention_options)
         return attended[:, None], held
 
     @jax.named_scope("projections")

@@ -21,6 +21,7 @@ from experiments.models.attention.triton_cached import (
 )
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig, SlidingLayers
+from experiments.models.decoder_layer import DecoderLayer
 from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.models.sharding import parameter_shardings
 from tests.oracle import fp32_bound
@@ -88,8 +89,8 @@ def generated(implementation, attend, steps, dtype):
         values=layers[-1].values.at[:, :, : steps - 1].set(stored[1]),
     )
     filled = jnp.asarray(steps - 1, jnp.int32)
-    cache = replace(cache, layers=tuple(layers), filled=filled)
-    out, held = attend(queries[steps - 1], keys[steps - 1], values[steps - 1], cache, LAYERS - 1)
+    cache = replace(cache, layers=tuple(layers[-1:]), filled=filled)
+    out, held = attend(queries[steps - 1], keys[steps - 1], values[steps - 1], cache)
     np.testing.assert_array_equal(held.keys[:, :, steps - 1], keys[steps - 1])
     np.testing.assert_array_equal(held.values[:, :, : steps - 1], stored[1])
     return np.asarray(out, np.float64)
@@ -104,13 +105,13 @@ def test_every_row_reads_its_prompt_and_what_it_has_generated(steps, window, sof
     assert (np.abs(out - exact) <= bound).all()
 
 
-def by_kernel(queries, keys, values, cache, layer, *, window, softcap, interpret=True):
+def by_kernel(queries, keys, values, cache, *, window, softcap, interpret=True):
     """With queries and keys that are to stay as they are: an angle of 0, and no norm."""
     first = first_readable(cache, window)
     ones = jnp.ones((len(OF_ROW), HEAD_DIM // 2))
     projections = jnp.concatenate([queries, keys, values], axis=1)[:, None]
     options = {"scale": SCALE, "softcap": softcap, "interpret": interpret}
-    return attend_triton(projections, NormAndRotation(ones, 0 * ones), cache, layer, first, **options)
+    return attend_triton(projections, NormAndRotation(ones, 0 * ones), cache, first, **options)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -127,11 +128,11 @@ def test_the_kernel_reads_the_same_from_shared_prompts(steps, window, softcap, r
 def test_what_is_not_finite_in_a_row_stays_there(monkeypatch):
     monkeypatch.setattr(triton_cached, "FEWEST_PROGRAMS", 1)
 
-    def attend(queries, keys, values, cache, layer):
-        held = cache.layers[layer]
+    def attend(queries, keys, values, cache):
+        (held,) = cache.layers
         spoiled = held._replace(values=held.values.at[1, :, 0].set(jnp.nan), keys=held.keys.at[1, :, 1].set(jnp.inf))
-        layers = (*cache.layers[:layer], spoiled)
-        out, _ = by_kernel(queries, keys, values, replace(cache, layers=layers), layer, window=None, softcap=None)
+        spoiled = replace(cache, layers=(spoiled,))
+        out, _ = by_kernel(queries, keys, values, spoiled, window=None, softcap=None)
         return out, held._replace(keys=held.keys.at[:, :, 2].set(keys))
 
     out = generated("triton", attend, 3, "bfloat16")
@@ -143,9 +144,9 @@ def test_rows_that_were_taken_apart_read_their_own_prompts(monkeypatch):
     # Neighbours have different prompts; the order is its own inverse.
     order = jnp.asarray([0, 2, 1, 3])
 
-    def attend(queries, keys, values, cache, layer):
+    def attend(queries, keys, values, cache):
         moved = (x[order] for x in (queries, keys, values))
-        out, held = by_kernel(*moved, cache.take_rows(order[None]), layer, window=None, softcap=None)
+        out, held = by_kernel(*moved, cache.take_rows(order[None]), window=None, softcap=None)
         return out[order], held._replace(keys=held.keys[order], values=held.values[order])
 
     np.testing.assert_allclose(
@@ -204,6 +205,25 @@ def test_the_kernel_norms_and_rotates_as_the_model_does(spec, monkeypatch):
         # Compilers may leave out roundings between the product and the result: three of 2^-9, of numbers whose pairs
         # are as large as the largest.
         np.testing.assert_allclose(got, exact, atol=3 * 2**-9 * 2**0.5 * np.abs(exact).max(), rtol=0)
+
+
+@pytest.mark.parametrize(("sliding", "kinds"), [(None, 1), ((True, False, True, False), 2)])
+def test_a_step_is_traced_once_for_all_layers_that_are_alike(sliding, kinds, monkeypatch):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_layers": 4, "num_heads": 2, "num_kv_heads": 1}
+    layers = None if sliding is None else SlidingLayers(window=4, layers=sliding, rope_theta=10.0)
+    graph, state = nnx.split(
+        Decoder(DecoderConfig(vocab_size=8, head_dim=16, sliding=layers, **sizes), rngs=nnx.Rngs(0))
+    )
+
+    def step(state):
+        model = nnx.merge(graph, state)
+        _, cache = model.prefill(jnp.zeros((2, 3), jnp.int32), jnp.asarray([2, 3]), slots=2)
+        return model.decode_step(jnp.arange(2), cache)[0]
+
+    traced, attend_new = [], DecoderLayer.attend_new
+    monkeypatch.setattr(DecoderLayer, "attend_new", lambda *given: traced.append(given) or attend_new(*given))
+    jax.eval_shape(step, state)
+    assert len(traced) == kinds
 
 
 def test_the_choice_says_why():

@@ -84,7 +84,6 @@ def attend_cached(
     new_keys: Float[Array, "B K D"],
     new_values: Float[Array, "B K D"],
     cache: KVCache,
-    layer: int,
     *,
     window: int | None = None,
     scale: float,
@@ -92,11 +91,13 @@ def attend_cached(
 ) -> tuple[Float[Array, "B N D"], LayerCache]:
     """Computes softmax(cap(scale · q·k)) · v over prompt, generated tokens and the new one; returns it, and the new cache.
 
+    The cache is that of one layer.
+
     By einsum. The kernel, `attend_triton`, begins with what is not yet normed or rotated. Queries and keys are rotated, and
     query head n reads key-value head n // (N / K). `window` is how many tokens a query reads at most, itself included;
     cap(x) = softcap · tanh(x / softcap).
     """
-    held = cache.layers[layer]
+    (held,) = cache.layers
     put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new[:, :, None], cache.filled, axis=2)  # noqa: E731
     keys, values = put(held.keys, new_keys), put(held.values, new_values)
     # Else XLA for CPUs, with one key-value head on a device, puts the token in once for the products and once for the loop,

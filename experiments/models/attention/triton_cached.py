@@ -59,7 +59,6 @@ def attend_triton(
     projections: Float[Array, "B shards heads D"],
     preparation: NormAndRotation,
     cache: KVCache,
-    layer: int,
     first: Int[Array, " B"],
     *,
     mesh: Mesh | None = None,
@@ -74,7 +73,7 @@ def attend_triton(
     multiples of BLOCK, and `first` is the first position that each row may read. Rows and heads are split over the mesh:
     each device runs the kernel on its own. `interpret` runs the kernel in Pallas' interpreter.
     """
-    held = cache.layers[layer]
+    (held,) = cache.layers
     assert cache.prompt_of_row is not None
     own_rows = (cache.prompt_of_row, cache.prompt_lengths, first, preparation.cos, preparation.sin)
     norms = () if preparation.query_norm is None else (preparation.query_norm, preparation.key_norm)
