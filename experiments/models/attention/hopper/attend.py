@@ -36,7 +36,7 @@ def attend_hopper(
 ) -> Float[Array, "B T N D"]:
     """Computes `attend_packed` for 16-bit operands; `bounds` may be of a longer, padded row."""
     length = queries.shape[1]
-    padding = bounds.first.shape[1] - length
+    padding = bounds.limits.shape[2] - length
     padded = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (queries, keys, values))
     return by_head(functools.partial(_attend, settings), mesh, *padded, bounds)[:, :length]
 
