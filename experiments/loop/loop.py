@@ -1,5 +1,6 @@
 """The loop of a phase: steps, evaluations, checkpoints, and its end, whatever ends it."""
 
+import contextlib
 import shlex
 import signal
 import time
@@ -108,7 +109,7 @@ class Loop:
         self.before: Scores | None = None
         self.progress, self._exhausted = Progress(), False
         # A resume would still begin with it.
-        self._in_warm_start = False
+        self._in_warm_start, self._stepped = False, False
         self._saved_step: int | None = None
         # Not the time of day, which jumps.
         self._saved_at = time.monotonic()
@@ -152,7 +153,8 @@ class Loop:
         return Outcome(self.before, scores, progress.step, self._exhausted)
 
     def _evaluate_first(self) -> None:
-        self.before = self._evaluate()
+        with self._console.waiting("evaluation of step 0"):
+            self.before = self._evaluate()
         self._save()
         self._in_warm_start = True
         self._say_scores(self.before)
@@ -172,7 +174,11 @@ class Loop:
         """Takes a step; False if the data had ended before it."""
         started = time.perf_counter()
         options = {"report_drift": self._drift_is_due, "when_drawn": self._writer.wait_until_copied}
-        done = self._with_rewards(lambda: take_step(self._setup, self._feed, **options))
+        # The first step of a phase compiles what it needs.
+        first = self._console.waiting(self._phase.at(self.progress.step + 1))
+        with contextlib.nullcontext() if self._stepped else first:
+            done = self._with_rewards(lambda: take_step(self._setup, self._feed, **options))
+        self._stepped = True
         if done is None:
             self._exhausted = True
             return False

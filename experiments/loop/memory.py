@@ -65,7 +65,8 @@ def say_memory(setup: Setup, progress: Progress, console: RunConsole, *, resumed
     if progress.step >= setup.config.schedule.steps:
         return
     warm_start_to_come = setup.warms_up and progress.evaluated < 0
-    need = memory_need(setup, warm_start_to_come=warm_start_to_come)
+    with console.waiting("compiling the programs of a step, a rollout and an evaluation"):
+        need = memory_need(setup, warm_start_to_come=warm_start_to_come)
     # Of all processes: each knows its own devices.
     limits = processes().gather("memory of devices", device_limit(setup.mesh.local_devices))
     limit = min((each for each in limits if each is not None), default=None)

@@ -6,6 +6,8 @@ CI log) it is plain text without control codes, with an aligned row for some of 
 
 import contextlib
 import sys
+import threading
+import time
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -21,6 +23,8 @@ from experiments.terminal import printable
 HEADER_EVERY = 20
 ROWS = 40
 """Number of rows by default, off a terminal."""
+SILENCE_SECONDS = 9.0
+"""Longest time without a line while programs are compiled."""
 SPEED_SECONDS = 600.0
 """Period that the time left is estimated from: rich's 30 s would give none where steps take as long."""
 
@@ -107,6 +111,23 @@ class RunConsole:
         width = max(map(len, facts))
         for name, value in facts.items():
             self.say(f"{name + ':':<{width + 1}} {value}")
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Generator[None, None, None]:
+        """Says again and again, while the block runs, what is waited for; nothing if it is short."""
+        over, started = threading.Event(), time.monotonic()
+
+        def tell() -> None:
+            while not over.wait(SILENCE_SECONDS):
+                self.say(f"{what}: {time.monotonic() - started:.0f} s so far")
+
+        thread = threading.Thread(target=tell, name="waiting", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def ending(self, kept: str) -> None:
         """Prints the last line, whatever ended the run: what is on disk, and the command that goes on."""

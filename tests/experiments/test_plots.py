@@ -1,9 +1,11 @@
 """The output of a run: the curves, and the lines on the screen."""
 
+import contextlib
 import io
 import itertools
 import math
 import re
+import time
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from matplotlib.transforms import Bbox
 
 from experiments import plot
 from experiments.config import Config
+from experiments.runs import console as console_module
 from experiments.runs import plots
 from experiments.runs.config_file import save_config
 from experiments.runs.console import HEADER_EVERY, SUPERVISED_COLUMNS, HeldOut, RunConsole
@@ -282,6 +285,22 @@ def test_rows_off_a_terminal_are_few_and_warnings_are_all_there(log_every, done,
     assert shown_steps(stream.getvalue()) == steps
     refused = [step for step in (333, 666, 999) if done < step <= (until or 1000)]
     assert re.findall(r"WARNING: step (\d+) is refused", stream.getvalue()) == [str(step) for step in refused]
+
+
+def test_a_long_wait_is_not_silent(monkeypatch):
+    """Quiet runs are, and so is a short wait, also one that an exception ends."""
+    monkeypatch.setattr(console_module, "SILENCE_SECONDS", 0.02)
+    stream, silent = io.StringIO(), io.StringIO()
+    until = time.monotonic() + 20.0
+    with RunConsole(stream=stream).waiting("compiling"), RunConsole(quiet=True, stream=silent).waiting("compiling"):
+        while stream.getvalue().count("\n") < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+    told = stream.getvalue().splitlines()
+    assert len(told) >= 2 and all(re.fullmatch(r"compiling: \d+ s so far", each) for each in told)
+    monkeypatch.setattr(console_module, "SILENCE_SECONDS", 9.0)
+    with contextlib.suppress(KeyboardInterrupt), RunConsole(stream=silent).waiting("compiling"):
+        raise KeyboardInterrupt
+    assert stream.getvalue().splitlines() == told and not silent.getvalue()
 
 
 def test_the_last_step_before_an_error_has_a_row():
