@@ -124,9 +124,8 @@ class AnswerEvaluation:
     ) -> None:
         self._rewards, self._verdict = rewards, Rewards((RewardTerm(CORRECT, task.verify),))
         self._examples = held_out_examples(task, num_prompts)
-        # Drawn together: one program, which reads each prompt once.
-        self._both = replace(options, greedy_last=True)
-        self.shape = Shape(len(self._examples), prompt_tokens, 2, self._both)
+        # A sampled and a greedy completion are drawn together: one program, which reads each prompt once.
+        self.shape = Shape(len(self._examples), prompt_tokens, 2, replace(options, greedy_last=True))
         self._options = options
         self._asked = num_prompts
 
@@ -138,7 +137,7 @@ class AnswerEvaluation:
     def of(self, policy: Policy) -> EvaluatedAnswers:
         examples, tokenizer, judges = self._examples, policy.tokenizer, (self._rewards, self._verdict)
         prompts = [encode_prompt(tokenizer, example, self.shape.tokens) for example in examples]
-        both = self._draw(policy, prompts, self._both, copies=2)
+        both = self._draw(policy, prompts, self.shape.options, copies=self.shape.copies)
         sampled, greedy = (
             Answers(drawn, *score(tokenizer, examples, drawn, *judges).scored) for drawn in (both[::2], both[1::2])
         )

@@ -6,11 +6,14 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
 
 from experiments.compilation_cache import cache_report
-from experiments.config import is_changeable
+from experiments.config import Config, is_changeable
 from experiments.loop.assemble import CHECK_PROMPTS, Setup
 from experiments.loop.loop import Progress
+from experiments.models.lora import trained_part
 from experiments.models.mesh import parse_mesh
 from experiments.models.placement import bytes_a_device, bytes_of_process, total_bytes
 from experiments.processes import processes
@@ -136,6 +139,15 @@ def _several_micro_batches(setup: Setup, warm_start_to_come: bool) -> bool:
     warm = setup.config.warm_start.batch_size if warm_start_to_come else 0
     rows = parse_mesh(setup.config.mesh).ranks * sizes.rows
     return max(step, warm) > rows * (sizes.row // (sizes.prompt + sizes.completion))
+
+
+def training_bytes(config: Config, params: nnx.State, gradients: int = 1) -> int:
+    """Bytes of parameters, of the optimizer's state of what is trained of them, and of so many copies of its gradients."""
+    trained = trained_part(params)
+    optimizer = jax.eval_shape(config.optimizer.optimizer(config.schedule.steps).init, trained)
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(trained))
+    of_gradients = gradients * numbers * jnp.dtype(config.schedule.accumulate).itemsize
+    return total_bytes(params) + total_bytes(optimizer) + of_gradients
 
 
 def require_room(least: int, devices: int) -> None:

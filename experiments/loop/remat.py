@@ -5,17 +5,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from experiments.config import Config
 from experiments.experience.prompts import sizes_for
 from experiments.learner.model_source import ModelSource
-from experiments.loop.memory import device_limit, size
+from experiments.loop.memory import device_limit, size, training_bytes
 from experiments.loop.supervised import SupervisedFile
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import parse_mesh
 from experiments.models.parameters import abstract_decoder
-from experiments.models.placement import total_bytes
 from experiments.processes import processes
 from experiments.tasks import Task
 
@@ -45,7 +43,8 @@ def remat_choices(config: Config, task: Task | SupervisedFile, model: ModelSourc
         sizes = task.sizes(model.tokenizer, config.schedule, mesh, None)
     else:
         sizes = sizes_for(task, model.tokenizer, config.rollout, config.schedule, mesh)
-    held = bytes_of_training(config, model.decoder) // (mesh.fsdp * mesh.tensor)
+    # Gradients of micro-batches: their sum, those that are added, and the next.
+    held = training_bytes(config, abstract_decoder(model.decoder)[1], gradients=3) // (mesh.fsdp * mesh.tensor)
     tokens = sizes.rows * sizes.row // mesh.sequence
     fitted = False
     for policy in FROM_LEAST:
@@ -54,16 +53,6 @@ def remat_choices(config: Config, task: Task | SupervisedFile, model: ModelSourc
         if fitted:
             parts = f"{size(kept)} of a micro-batch is kept, beside {size(held)} of state and gradients"
             yield RematChoice(policy, f"{parts}, of {size(limit)}")
-
-
-def bytes_of_training(config: Config, decoder: DecoderConfig) -> int:
-    """Parameters, optimizer state, and gradients of micro-batches: their sum, those that are added, and the next."""
-    params = abstract_decoder(decoder)[1]
-    adapters = nnx.filter_state(params, nnx.LoRAParam)
-    trained = adapters if jax.tree.leaves(adapters) else params
-    optimizer = jax.eval_shape(config.optimizer.optimizer(config.schedule.steps).init, trained)
-    gradients = sum(leaf.size for leaf in jax.tree.leaves(trained)) * jnp.dtype(config.schedule.accumulate).itemsize
-    return total_bytes(params) + total_bytes(optimizer) + 3 * gradients
 
 
 def kept_bytes(decoder: DecoderConfig, policy: str, tokens: int, tensor: int = 1) -> int:

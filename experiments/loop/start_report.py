@@ -10,12 +10,12 @@ from flax import nnx
 from experiments.config import Config
 from experiments.experience.prompts import PromptOrder, answer_length, held_out_examples, longest_completion, sizes_for
 from experiments.learner.model_source import ModelSource, UserModel
-from experiments.loop.memory import require_room
+from experiments.loop.memory import require_room, training_bytes
 from experiments.loop.supervised import SupervisedFile
 from experiments.models.dtype_choice import DtypeChoice
+from experiments.models.lora import trained_part
 from experiments.models.mesh import MeshSpec, parse_mesh, require_devices
 from experiments.models.parameters import abstract_decoder
-from experiments.models.placement import total_bytes
 from experiments.models.tokenizer import Tokenizer
 from experiments.options import refused_as
 from experiments.runs.console import RunConsole
@@ -185,24 +185,16 @@ def _count(tree: nnx.State) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
-def _trained_part(params: nnx.State) -> nnx.State:
-    adapters = nnx.filter_state(params, nnx.LoRAParam)
-    return adapters if jax.tree.leaves(adapters) else params
-
-
 def _trained(params: nnx.State) -> str:
-    trained = _trained_part(params)
+    trained = trained_part(params)
     return "" if trained is params else f" ({_count(trained):,} trained)"
 
 
 def _least_bytes(config: Config, model: ModelSource, params: nnx.State, mesh: MeshSpec, cache_slots: int) -> int:
     """Bytes on all devices together of what a run cannot do without: its state, gradients, and a cache of so many tokens."""
-    trained = _trained_part(params)
-    optimizer = jax.eval_shape(config.optimizer.optimizer(config.schedule.steps).init, trained)
-    gradients = (2 if config.schedule.accumulate == "bfloat16" else 4) * _count(trained)
     # With --invariant one device of each process has the state and updates it, and a leaf's rows are drawn at a time.
     copies = jax.process_count() if config.invariant else mesh.data
-    state, decoder = copies * (total_bytes(params) + total_bytes(optimizer) + gradients), model.decoder
+    state, decoder = copies * training_bytes(config, params), model.decoder
     if decoder is None or config.invariant:
         return state
     width = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim

@@ -36,6 +36,12 @@ class LoraConfig:
         return self.alpha / self.rank
 
 
+def trained_part(params: nnx.State) -> nnx.State:
+    """Returns the adapters of a model, or all of its parameters if it has none."""
+    adapters = nnx.filter_state(params, nnx.LoRAParam)
+    return adapters if jax.tree.leaves(adapters) else params
+
+
 def merged(adapters: nnx.State, base: nnx.State, scale: float) -> nnx.State:
     """Returns the base with W + scale · A · B in the place of every adapted W, computed in fp32 and rounded once."""
     parts, whole = dict(nnx.to_flat_state(adapters)), dict(nnx.to_flat_state(base))

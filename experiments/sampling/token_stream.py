@@ -14,7 +14,7 @@ from flax import nnx
 
 from experiments.models.attention import KVCache
 from experiments.models.decoder import Decoder
-from experiments.sampling.sample_token import logits_of
+from experiments.sampling.sample_token import logits_of, most_likely
 from jaxlogp.errors import require
 
 SMALLEST = 64
@@ -66,5 +66,5 @@ def _extend(graph, params, token, cache: KVCache):
 def _draw(graph, params, hidden, key, temperature):
     logits = logits_of(hidden, *nnx.merge(graph, params).head())
     if temperature == 0.0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return most_likely(logits)
     return jax.random.categorical(key, logits / temperature).astype(jnp.int32)
