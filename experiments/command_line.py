@@ -22,7 +22,7 @@ import tyro
 from experiments.compilation_cache import OPTION, VARIABLE, take_cache_option, use_compilation_cache
 from experiments.options import names_as_typed
 from experiments.processes import processes
-from experiments.runs.stops import ExitCode, Stopped
+from experiments.runs.ends import ExitCode, RunEnded
 from experiments.terminal import printable
 
 OptionsT = TypeVar("OptionsT")
@@ -67,7 +67,7 @@ def run_command(
     the defaults from the command line; without it they are those of `options`.
     """
     given = arguments_of(arguments)
-    with errors_in_one_line(options, debug=DEBUG in given):
+    with one_line_errors(options, debug=DEBUG in given):
         cache, given = take_cache_option([each for each in given if each != DEBUG])
         defaults: dict[str, Any] = {} if default is None else {"default": default(given)}
         with _refusals_in_one_line():
@@ -94,7 +94,7 @@ def arguments_of(arguments: Sequence[str] | None) -> list[str]:
 
 
 @contextlib.contextmanager
-def errors_in_one_line(options: type | None = None, *, debug: bool = False) -> Generator[None, None, None]:
+def one_line_errors(options: type | None = None, *, debug: bool = False) -> Generator[None, None, None]:
     """Turns what ends the ``with`` block into one line, fields of `options` as on the command line, and an exit code."""
     try:
         yield
@@ -105,16 +105,16 @@ def errors_in_one_line(options: type | None = None, *, debug: bool = False) -> G
         # An error echoes paths, options, and the exceptions of a user's own functions.
         sentence = printable(_sentence(error, code, {} if options is None else names_as_typed(options)), keep="")
         here = processes()
-        if not isinstance(error, Stopped):
-            here.end(code, sentence, caused_here=not _may_come_from_elsewhere(error))
+        if not isinstance(error, RunEnded):
+            here.end(code, sentence, is_origin=not _may_come_from_elsewhere(error))
         if here.first:
             _report(code, sentence)
         raise SystemExit(code) from None
 
 
 def exit_code(error: BaseException) -> int:
-    """Returns the exit code of what ended a command; see `HELP` and `experiments.runs.stops`."""
-    if isinstance(error, Stopped):
+    """Returns the exit code of what ended a command; see `HELP` and `experiments.runs.ends`."""
+    if isinstance(error, RunEnded):
         return int(error.exit_code)
     if isinstance(error, KeyboardInterrupt):
         return 130

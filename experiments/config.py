@@ -16,7 +16,7 @@ from experiments.learner.options import WARM_START_STEPS, DriftConfig, GuardsCon
 from experiments.models.lora import ADAPTABLE, LoraConfig
 from experiments.models.mesh import MeshSpec, parse_mesh
 from experiments.models.options import ModelConfig
-from experiments.options import AtLeast, check_ranges, flat_fields, option_name, refused_as, replaced, value_of
+from experiments.options import AtLeast, check_ranges, flat_fields, option_errors, option_name, replaced, value_of
 from experiments.runs.options import CheckpointConfig
 from experiments.tasks.options import DataConfig, RewardConfig
 from jaxlogp.errors import require
@@ -138,7 +138,7 @@ def validate(config: Config) -> MeshSpec:
     """
     _validate_values(config)
     mesh = parse_mesh(config.mesh)
-    with refused_as("rollout"):
+    with option_errors("rollout"):
         rollout_mesh = parse_mesh(config.rollout.mesh or "")
     expected = "no sequence ranks, since a rollout has one token of a row at a time"
     require(rollout_mesh.sequence == 1, "--rollout.mesh", expected, config.rollout.mesh)

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import NoReturn
 
 ENVIRONMENT = 3
-"""`experiments.runs.stops.ExitCode.ENVIRONMENT`, which is not imported yet."""
+"""`experiments.runs.ends.ExitCode.ENVIRONMENT`, which is not imported yet."""
 
 
 def run_module(name: str) -> NoReturn:

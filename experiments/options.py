@@ -148,7 +148,7 @@ def _is_positional(hint: Any) -> bool:
 
 
 @contextlib.contextmanager
-def refused_as(section: str) -> Generator[None, None, None]:
+def option_errors(section: str) -> Generator[None, None, None]:
     """Names the option of a section where an object that is made of its options refuses an argument."""
     try:
         yield

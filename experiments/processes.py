@@ -104,18 +104,18 @@ class Processes:
                 raise OSError(number, text if process == self.index else f"process {process}: {text}")
         return [theirs["value"] for theirs in gathered]
 
-    def each_its_part(self, what: str, count: int, make: Callable[[range], list[Any]]) -> list[Any]:
+    def split_map(self, what: str, count: int, make: Callable[[range], list[Any]]) -> list[Any]:
         """Returns values of `count` things in all processes, each of which makes its part, as `gather` takes them."""
-        return self.in_order(self.gather(what, make(self.part_of(count))))
+        return self.interleave(self.gather(what, make(self.own_indices(count))))
 
-    def in_order(self, parts: Sequence[Sequence[T]]) -> list[T]:
-        """Returns what every process made of its `part_of` some things, in the order of the things."""
+    def interleave(self, parts: Sequence[Sequence[T]]) -> list[T]:
+        """Returns what every process made of its `own_indices` some things, in the order of the things."""
         values: list[Any] = [None] * sum(map(len, parts))
         for process, made in enumerate(parts):
             values[process :: self.count] = made
         return values
 
-    def part_of(self, count: int) -> range:
+    def own_indices(self, count: int) -> range:
         """Returns the numbers of those of `count` things that are this process's to make."""
         return range(self.index, count, self.count)
 
@@ -198,16 +198,16 @@ class Processes:
             return None
         return None if text is None else Failure(*json.loads(text))
 
-    def end(self, code: int, sentence: str, *, caused_here: bool) -> None:
+    def end(self, code: int, sentence: str, *, is_origin: bool) -> None:
         """Ends this process for a fault, and tells the others why; returns where it is the only one.
 
-        What may be the consequence of a fault elsewhere, such as a broken connection, is not `caused_here`.
+        What may be the consequence of a fault elsewhere, such as a broken connection, is not `is_origin`.
         """
         if self.count == 1:
             return
         self._ending.set()
         failure = Failure(self.index, code, sentence)
-        if not caused_here:
+        if not is_origin:
             # The process at fault says so before it ends; of one that was killed, JAX says so, and ends this one.
             line = f"process {self.index}: the connection to another process is broken"
             _say(f"{line}; JAX reports within {HEARTBEAT_TIMEOUT_SECONDS} s which process ended: {sentence[:200]}")

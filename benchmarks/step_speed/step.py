@@ -14,7 +14,7 @@ from experiments.config import OptimizerConfig
 from experiments.learner.backend import StepGradient
 from experiments.learner.gradients import GspmdGradients
 from experiments.learner.objectives import PolicyObjective
-from experiments.learner.packing import Packing, Round
+from experiments.learner.packing import GlobalMicroBatch, Packing
 from experiments.learner.update import TrainState, Update
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
@@ -119,7 +119,9 @@ class Step:
         return self.sums.ahead(self.state.params, self.rounds[0]).compiled
 
 
-def packed_rounds(rows: Rows, vocab_size: int, ranks: int = 1, support: RandomSupport | None = None) -> list[Round]:
+def packed_rounds(
+    rows: Rows, vocab_size: int, ranks: int = 1, support: RandomSupport | None = None
+) -> list[GlobalMicroBatch]:
     """Micro-batches of random documents, a label on every token but the first; packed as the trainer packs."""
     rng = np.random.default_rng(0)
     per_row = rows.length // rows.document

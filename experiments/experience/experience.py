@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from jaxtyping import Float
 
-from experiments.experience.counts import RolloutCounts
+from experiments.experience.rollout_metrics import RolloutMetrics
 from experiments.models.tokenizer import Tokenizer
 from experiments.refusal import Refusal
 from experiments.sampling.options import SamplingOptions
@@ -57,7 +57,7 @@ class Experience:
     """
 
     documents: tuple[Document, ...]
-    counts: RolloutCounts = field(default_factory=RolloutCounts)
+    counts: RolloutMetrics = field(default_factory=RolloutMetrics)
     refusal: Refusal | None = None
 
 

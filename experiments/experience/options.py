@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from experiments.options import AtLeast, OneOf, Within, refused_as
+from experiments.options import AtLeast, OneOf, Within, option_errors
 from experiments.sampling.options import SamplingOptions, narrows
 
 STORED = "stored:"
@@ -111,5 +111,5 @@ class RolloutConfig:
         `recording` are `record_support` and `support_room`.
         """
         filters = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
-        with refused_as("rollout"):
+        with option_errors("rollout"):
             return SamplingOptions(max_new_tokens, self.temperature, stop=self.stop, **filters, **recording)

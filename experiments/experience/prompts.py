@@ -19,7 +19,7 @@ MANY_TOKENS = 16_384
 """The same for all other platforms."""
 
 
-class Sizes(NamedTuple):
+class LengthLimits(NamedTuple):
     """Static sizes, in tokens: of prompts (special tokens included), of completions (end token included) and of packed rows;
     and the rows of a micro-batch on one data rank."""
 
@@ -29,14 +29,14 @@ class Sizes(NamedTuple):
     rows: int
 
 
-def sizes_for(
+def length_limits(
     task: Task,
     tokenizer: Tokenizer,
     rollout: RolloutConfig,
     schedule: ScheduleConfig,
     mesh: MeshSpec,
     leaf_rows: int | None = None,
-) -> Sizes:
+) -> LengthLimits:
     """The task's bounds, or those of the options; a document has to fit into a packed row.
 
     A row length that is not given is that of the longest document, because the cost of attention is quadratic in it,
@@ -53,7 +53,7 @@ def sizes_for(
     longest = prompt + completion
     row = row_length_for(longest, schedule, mesh, "this task")
     step = schedule.docs_per_step or rollout.prompts_per_rollout * rollout.num_generations
-    return Sizes(prompt, completion, row, schedule.rows or leaf_rows or rows_for(row, -(-step // mesh.ranks)))
+    return LengthLimits(prompt, completion, row, schedule.rows or leaf_rows or rows_for(row, -(-step // mesh.ranks)))
 
 
 def row_length_for(longest: int, schedule: ScheduleConfig, mesh: MeshSpec, whose: str) -> int:
@@ -119,7 +119,7 @@ def fits_completion(tokenizer: Tokenizer, example: Example, max_new_tokens: int)
     return length is not None and length < max_new_tokens
 
 
-class PromptOrder:
+class PromptStream:
     """Training prompts in a seeded order; its whole state is one integer, the number of prompts taken.
 
     A task with a finite number of examples is shuffled anew in every pass; others are read by index.

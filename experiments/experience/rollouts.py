@@ -8,10 +8,10 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from experiments.experience.counts import RolloutCounts
 from experiments.experience.experience import Experience, ExperienceSource, Policy
 from experiments.experience.options import RolloutConfig
-from experiments.experience.prompts import PromptOrder, encode_prompt, fits_completion
+from experiments.experience.prompts import PromptStream, encode_prompt, fits_completion
+from experiments.experience.rollout_metrics import RolloutMetrics
 from experiments.experience.scoring import score
 from experiments.refusal import NotFinite, Refusal, require_finite
 from experiments.sampling.options import SamplingOptions
@@ -33,7 +33,7 @@ class Group(NamedTuple):
 
 class Rollout(NamedTuple):
     groups: list[Group]
-    counts: RolloutCounts
+    counts: RolloutMetrics
 
 
 class Rollouts(ExperienceSource):
@@ -41,7 +41,7 @@ class Rollouts(ExperienceSource):
 
     def __init__(
         self,
-        prompts: PromptOrder,
+        prompts: PromptStream,
         rewards: Rewards,
         options: RolloutConfig,
         sampling: SamplingOptions,
@@ -80,7 +80,7 @@ class Rollouts(ExperienceSource):
         return Experience(documents, counts) if documents else None
 
     def _with_differences(self, policy: Policy) -> Rollout:
-        options, kept, equal, counts = self._options, [], [], RolloutCounts()
+        options, kept, equal, counts = self._options, [], [], RolloutMetrics()
         for further in range(1 + options.max_resamples):
             drawn = self._draw(policy)
             if not drawn.groups:
@@ -92,14 +92,14 @@ class Rollouts(ExperienceSource):
                 break
         filled = equal[: max(options.prompts_per_rollout - len(kept), 0)]
         unused = max(len(kept) - options.prompts_per_rollout, 0)
-        counts += RolloutCounts(filled=len(filled), unused=unused)
+        counts += RolloutMetrics(filled=len(filled), unused=unused)
         return Rollout([*kept[: options.prompts_per_rollout], *filled], counts)
 
     def _draw(self, policy: Policy) -> Rollout:
         copies = self._options.num_generations
         examples = self._prompts.take(self.shape.prompts)
         if not examples:
-            return Rollout([], RolloutCounts())
+            return Rollout([], RolloutMetrics())
         prompts = [encode_prompt(policy.tokenizer, example, self.shape.tokens) for example in examples]
         drawn, greedy = self._complete(policy, prompts)
         require_finite("log-probs of the sampler", [each.log_probs for each in drawn], lambda i: prompts[i // copies])
@@ -120,7 +120,7 @@ class Rollouts(ExperienceSource):
         fits = [fits_completion(policy.tokenizer, example, longest) for example in examples]
         unfit = fits.count(False) if degenerate.all() else 0
         names = self._rewards.names
-        counts = RolloutCounts.of(drawn, scored, names, empty=empty, degenerate=degenerate, unfit=unfit)
+        counts = RolloutMetrics.of(drawn, scored, names, empty=empty, degenerate=degenerate, unfit=unfit)
         return Rollout(groups, replace(counts, kl=float(kl.sum())) if self._reward.kl_coefficient else counts)
 
     def _complete(self, policy: Policy, prompts: list[list[int]]) -> tuple[list[Generation], list[Generation]]:

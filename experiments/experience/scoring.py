@@ -49,12 +49,12 @@ def score(
 ) -> Verdicts:
     """Scores completions, one for each example; RewardFailed and RewardNotFinite in one process are raised in all."""
     here, completions = processes(), _Completions(tokenizer, generations)
-    answers = here.gather("rewards", _judge(here.part_of(len(generations)), examples, completions, judges))
+    answers = here.gather("rewards", _judge(here.own_indices(len(generations)), examples, completions, judges))
     for error, _ in answers:
         if error is not None:
             kind, text = error
             raise _RAISED[kind](text)
-    empty, *parts = zip(*here.in_order([rows for _, rows in answers]), strict=True)
+    empty, *parts = zip(*here.interleave([rows for _, rows in answers]), strict=True)
     scored = (judge.weighted(examples, completions, said) for judge, said in zip(judges, parts, strict=True))
     return Verdicts(tuple(scored), np.array(empty))
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from experiments.experience.experience import Experience, Policy
-from experiments.experience.prompts import PromptOrder, encode_prompt
+from experiments.experience.prompts import PromptStream, encode_prompt
 from experiments.models.tokenizer import Tokenizer
 from experiments.tasks import Example
 from jaxlogp import Document
@@ -15,7 +15,7 @@ from jaxlogp import Document
 class WorkedExamples:
     """Gives prompts with their answers as documents, whose labels are the answer and an end token."""
 
-    def __init__(self, prompts: PromptOrder, prompt_tokens: int, docs_per_call: int) -> None:
+    def __init__(self, prompts: PromptStream, prompt_tokens: int, docs_per_call: int) -> None:
         self._prompts, self._prompt_tokens, self._docs_per_call = prompts, prompt_tokens, docs_per_call
 
     def next(self, policy: Policy) -> Experience | None:

@@ -51,10 +51,10 @@ class InvariantBackend(GivesParams):
         self.sampler = f"a cache, by {by}; head {self._order.engine} ({reason})"
         self.vocab = self._order.shards(decoder.vocab_size, mesh.shape[TENSOR_AXIS])
         ranks = LeafRanks(self.mesh)
-        self._home = ranks.home
-        self.replicas = Replicas(ranks.homes, ranks.over_homes)
+        self._state_device = ranks.state_device
+        self.replicas = Replicas(ranks.state_mesh, ranks.replicate_over_processes)
         # The body, the embedding lookup included, is replicated on the tensor ranks.
-        self._graph, self._params, self.frozen = model.parts(on_one_device(ranks.home), None)
+        self._graph, self._params, self.frozen = model.parts(on_one_device(ranks.state_device), None)
         self.sampled_frozen = self.frozen
         self._decoder, self._tokenizer = decoder, model.tokenizer
         self._programs: dict[tuple[float, jax.sharding.Mesh], LeafPrograms] = {}
@@ -68,7 +68,7 @@ class InvariantBackend(GivesParams):
 
     def place(self, tree: Any) -> Any:
         """Puts arrays unsharded on one device of each process."""
-        return on_device(tree, self._home)
+        return on_device(tree, self._state_device)
 
     def gradients(self, objective: Objective, temperature: float) -> LeafSums:
         return LeafSums(self._leaf_programs(temperature, self.mesh), objective)

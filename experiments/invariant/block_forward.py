@@ -20,7 +20,7 @@ from experiments.models.attention import RowCache
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 
-Weights = tuple[Array, ...]
+BodyWeights = tuple[Array, ...]
 """What the program reads of the parameters, matrices in the activations' dtype; flat, as it is passed for every token."""
 
 
@@ -38,7 +38,7 @@ class BlockForward:
         put = lambda whole, part, start: lax.dynamic_update_slice_in_dim(whole, part, start, axis=1)  # noqa: E731
         self._put = jax.jit(put, donate_argnums=0)
 
-    def load(self, params: nnx.State) -> Weights:
+    def load(self, params: nnx.State) -> BodyWeights:
         return self._load(params)
 
     def empty_cache(self, rows: int, length: int, device: jax.Device) -> tuple[RowCache, ...]:
@@ -54,7 +54,7 @@ class BlockForward:
         return length + -length % self.block
 
     def step(
-        self, weights: Weights, tokens: Int[Array, "B S"], starts: Int[Array, " B"], cache: tuple[RowCache, ...]
+        self, weights: BodyWeights, tokens: Int[Array, "B S"], starts: Int[Array, " B"], cache: tuple[RowCache, ...]
     ) -> tuple[Float[Array, "B C H"], tuple[RowCache, ...]]:
         """Computes hidden states of one block of every row; the memory of `cache` goes to the updated one.
 
@@ -63,7 +63,7 @@ class BlockForward:
         """
         return self._step(weights, tokens, starts, cache)
 
-    def rows(self, weights: Weights, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
+    def rows(self, weights: BodyWeights, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
         rows, length = tokens.shape
         (device,), slots = tokens.devices(), self.slots(length)
         cache = self.empty_cache(rows, length, device)
@@ -75,7 +75,7 @@ class BlockForward:
             hidden = self._put(hidden, block, start)
         return hidden[:, :length]
 
-    def _narrowed(self, params: nnx.State) -> Weights:
+    def _narrowed(self, params: nnx.State) -> BodyWeights:
         model = nnx.merge(self._graph, params)
         layers = model.layers_apart()
         table = model.embed_tokens.embedding[...]

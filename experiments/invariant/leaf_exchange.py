@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped
 
 from experiments.invariant.leaf_ranks import LeafRanks
-from experiments.models.mesh import settled
+from experiments.models.mesh import wait_if_simulated
 
 
 class LeafExchange:
@@ -42,18 +42,20 @@ class LeafExchange:
         if self._ranks.count == 1:
             return list(trees)
         columns = zip(*map(jax.tree.leaves, trees), strict=True)
-        arrays = [self._ranks.join(column) for column in columns]
+        arrays = [self._ranks.to_global(column) for column in columns]
         self._shapes = [array.shape[1:] for array in arrays]
-        dealt = settled(self._deal(arrays), self._ranks.mesh)
+        dealt = wait_if_simulated(self._deal(arrays), self._ranks.mesh)
         return [jax.tree.unflatten(jax.tree.structure(trees[0]), each) for each in dealt]
 
     def whole(self, tree: Any) -> Any:
-        """Returns the tree that was made of dealt ones, whole, on the home device of every process."""
+        """Returns the tree that was made of dealt ones, whole, on the state's device of every process."""
         if self._ranks.count == 1:
             return self._only(tree)
-        arrays = settled(self._gather(jax.tree.leaves(tree)), self._ranks.mesh)
-        home = [next(part.data for part in x.addressable_shards if part.device == self._ranks.home) for x in arrays]
-        return jax.tree.unflatten(jax.tree.structure(tree), home)
+        arrays = wait_if_simulated(self._gather(jax.tree.leaves(tree)), self._ranks.mesh)
+        arrived = [
+            next(part.data for part in x.addressable_shards if part.device == self._ranks.state_device) for x in arrays
+        ]
+        return jax.tree.unflatten(jax.tree.structure(tree), arrived)
 
     def _dealt(self, arrays: list[Array]) -> list[list[Array]]:
         axes = self._ranks.axes

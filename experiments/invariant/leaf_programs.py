@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from experiments.invariant.block_forward import BlockForward, Weights
+from experiments.invariant.block_forward import BlockForward, BodyWeights
 from experiments.invariant.leaf_ranks import LeafRanks
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
@@ -36,12 +36,12 @@ def compiler_options(platform: str) -> dict[str, Any] | None:
     return {"xla_gpu_deterministic_ops": True} if platform == "gpu" else None
 
 
-class Loaded(NamedTuple):
+class LeafParameters(NamedTuple):
     """Parameters where the leaf's programs need them: whole on each rank, as they are, as the body and as a draw reads them,
     and the head's rows over the tensor ranks."""
 
     ranks: list[nnx.State]
-    weights: list[Weights]
+    weights: list[BodyWeights]
     heads: list[Float[Array, "V H"]]
     rows: Float[Array, "blocks H"]
 
@@ -67,19 +67,19 @@ class LeafPrograms:
         self.graph, self.config, self.ranks = graph, config, LeafRanks(mesh)
         self.head_run: HeadRun | None = None
         self._engine, self.spec = engine, dataclasses.replace(config.head_spec, temperature=temperature)
-        self.compiler_options = options = compiler_options(self.ranks.home.platform)
+        self.compiler_options = options = compiler_options(self.ranks.state_device.platform)
         self.reader = BlockForward(graph, config, block, options)
         self._weight = jax.jit(self.weight_of)
         self._head = jax.jit(self._all_log_probs, compiler_options=options)
         self._head_vjp = jax.jit(self._all_gradients, out_shardings=self.ranks.split, compiler_options=options)
 
-    def load(self, params: nnx.State) -> Loaded:
+    def load(self, params: nnx.State) -> LeafParameters:
         """Copies the parameters to where leaves need them, once for many leaves."""
         weight, devices = self._weight(params), self.ranks.devices
         rows = self.ranks.over_tensor(self._shards().shard_rows(weight))
         copies = [jax.device_put(params, device) for device in devices]
         weights = [self.reader.load(params) for params in copies]
-        return Loaded(copies, weights, [jax.device_put(weight, device) for device in devices], rows)
+        return LeafParameters(copies, weights, [jax.device_put(weight, device) for device in devices], rows)
 
     def trace(self, rows: int, length: int) -> None:
         """Traces the head for leaves of a shape without compiling it; ValueError for operands that the engine refuses."""
@@ -96,24 +96,26 @@ class LeafPrograms:
         """Returns the head in the activations' dtype."""
         return nnx.merge(self.graph, params).head()[1]
 
-    def body(self, loaded: Loaded, tokens: list[Int[Array, "rows T"]]) -> list[Float[Array, "rows T H"]]:
+    def body(self, loaded: LeafParameters, tokens: list[Int[Array, "rows T"]]) -> list[Float[Array, "rows T H"]]:
         """Computes hidden states of each rank's rows, one document from the first slot on in each."""
         return [self.reader.rows(weights, each) for weights, each in zip(loaded.weights, tokens, strict=True)]
 
-    def head(self, loaded: Loaded, hidden: list, targets: list, mask: list) -> list[TokenLogProbs]:
-        join = self.ranks.join
-        operands = (join(hidden), loaded.rows, join(targets), join(mask))
+    def head(self, loaded: LeafParameters, hidden: list, targets: list, mask: list) -> list[TokenLogProbs]:
+        to_global = self.ranks.to_global
+        operands = (to_global(hidden), loaded.rows, to_global(targets), to_global(mask))
         # Only one program with collectives in flight at a time, as in GspmdGradients.
         result = jax.block_until_ready(self._head(*operands))
-        return [TokenLogProbs(*each) for each in zip(*map(self.ranks.pieces, result[:2]), strict=True)]
+        return [TokenLogProbs(*each) for each in zip(*map(self.ranks.to_local, result[:2]), strict=True)]
 
-    def head_vjp(self, loaded: Loaded, hidden: list, targets: list, mask: list, cotangents: list) -> list[tuple]:
+    def head_vjp(
+        self, loaded: LeafParameters, hidden: list, targets: list, mask: list, cotangents: list
+    ) -> list[tuple]:
         """Computes gradients of each rank's hidden states and head [1, V, H] from those of its log-probs and entropies."""
-        join, pieces = self.ranks.join, self.ranks.pieces
-        joined = tuple(map(join, zip(*cotangents, strict=True)))
-        operands = (join(hidden), loaded.rows, join(targets), join(mask), joined)
+        to_global, to_local = self.ranks.to_global, self.ranks.to_local
+        joined = tuple(map(to_global, zip(*cotangents, strict=True)))
+        operands = (to_global(hidden), loaded.rows, to_global(targets), to_global(mask), joined)
         d_hidden, d_weight = jax.block_until_ready(self._head_vjp(*operands))
-        return list(zip(pieces(d_hidden), pieces(d_weight), strict=True))
+        return list(zip(to_local(d_hidden), to_local(d_weight), strict=True))
 
     def body_vjp(self, params, inputs: tuple, d_hidden):
         """Computes gradients of the parameters for one rank's (tokens, positions, segment_ids); the caller compiles it.

@@ -23,8 +23,8 @@ class LeafRanks:
 
     The mesh has axes "data", "fsdp" and "tensor", of type Auto; `axes` are those that split documents. `count` is the number
     of ranks in all processes, `here` the numbers of those that this process computes, and `devices` where it computes them.
-    `homes` is one device of each process, with its copy of the parameters and of the optimizer's state; `home` is that of
-    this process.
+    `state_mesh` is one device of each process, with its copy of the parameters and of the optimizer's state, and
+    `state_device` that of this process.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -32,29 +32,29 @@ class LeafRanks:
         self.mesh, self.axes, self.count, self.here = mesh, row_axes(mesh), len(grid), ranks_here(mesh)
         self._devices = [[device for device in grid[rank] if device.process_index == process] for rank in self.here]
         self.devices: list[jax.Device] = [devices[0] for devices in self._devices]
-        self.homes = first_of_processes(grid.flat)
-        (self.home,) = self.homes.local_devices
+        self.state_mesh = first_of_processes(grid.flat)
+        (self.state_device,) = self.state_mesh.local_devices
         self.split = NamedSharding(mesh, P(self.axes))
 
-    def join(self, pieces: Sequence[Array]) -> Array:
+    def to_global(self, parts: Sequence[Array]) -> Array:
         """Returns one array over the mesh, split over the ranks and replicated on the tensor ranks."""
-        ranks = zip(pieces, self._devices, strict=True)
-        copies = [jax.device_put(piece, device) for piece, devices in ranks for device in devices]
+        ranks = zip(parts, self._devices, strict=True)
+        copies = [jax.device_put(part, device) for part, devices in ranks for device in devices]
         shape = (self.count * copies[0].shape[0], *copies[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self.split, copies)
 
-    def pieces(self, joined: Array) -> list[Array]:
-        """Undoes `join`."""
-        parts = {shard.device: shard.data for shard in joined.addressable_shards}
+    def to_local(self, whole: Array) -> list[Array]:
+        """Undoes `to_global`."""
+        parts = {shard.device: shard.data for shard in whole.addressable_shards}
         return [parts[device] for device in self.devices]
 
-    def on_host(self, pieces: Sequence[Array]) -> np.ndarray:
-        """Returns the pieces of all ranks, joined, in every process; all of them have to call it."""
-        return whole_on_host(self.join(pieces))
+    def on_host(self, parts: Sequence[Array]) -> np.ndarray:
+        """Returns the parts of all ranks, joined, in every process; all of them have to call it."""
+        return whole_on_host(self.to_global(parts))
 
-    def over_homes(self, tree: Any) -> Any:
-        """Makes arrays of the home device copies of one array over all processes' homes; nothing is compared or sent."""
-        return jax.tree.map(lambda x: over_first(x, self.homes), tree)
+    def replicate_over_processes(self, tree: Any) -> Any:
+        """Makes arrays of the state's device copies of one array over all processes; nothing is compared or sent."""
+        return jax.tree.map(lambda x: over_first(x, self.state_mesh), tree)
 
     def over_tensor(self, rows: Float[Array, "blocks H"]) -> Float[Array, "blocks H"]:
         """Returns an array of this process, the same in all of them, split over the tensor ranks."""

@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from experiments.invariant.leaf_programs import LeafPrograms, Loaded
+from experiments.invariant.leaf_programs import LeafParameters, LeafPrograms
 from experiments.models.attention import RowCache
 from experiments.sampling.sample_token import CompletionRule, keys_of_rows, logits_of, most_likely
 from experiments.sampling.sampler import Sampler, Samples
@@ -60,7 +60,7 @@ class InvariantSampler(Sampler):
         return None
 
     def _complete_group(
-        self, loaded: Loaded, prompts: np.ndarray, lengths: np.ndarray, start: int, key: jax.Array, copies: int
+        self, loaded: LeafParameters, prompts: np.ndarray, lengths: np.ndarray, start: int, key: jax.Array, copies: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns tokens drawn [B, N], their log-probs, and the lengths of the rows with them."""
         tokens, begin, done = self._start(prompts[start : start + self._group], lengths[start : start + self._group])
@@ -95,7 +95,9 @@ class InvariantSampler(Sampler):
         hidden = jnp.zeros((*shape, config.hidden_size), config.dtype, device=device)
         return _Rows(tokens, lengths, (lengths - 1) // block * block, done, drawn, hidden)
 
-    def _read_prompts(self, loaded: Loaded, tokens: np.ndarray, lengths: np.ndarray) -> list[tuple[RowCache, ...]]:
+    def _read_prompts(
+        self, loaded: LeafParameters, tokens: np.ndarray, lengths: np.ndarray
+    ) -> list[tuple[RowCache, ...]]:
         """Returns each rank's cache with all blocks of its prompts but the last, which the first draw reads."""
         reader, size = self._programs.reader, self._leaf_rows
         caches = [reader.empty_cache(size, self._row_length, device) for device in self._programs.ranks.devices]
@@ -105,7 +107,7 @@ class InvariantSampler(Sampler):
         return caches
 
     def _read(
-        self, loaded: Loaded, rows: list[tuple[jax.Array, ...]], caches: list[tuple[RowCache, ...]]
+        self, loaded: LeafParameters, rows: list[tuple[jax.Array, ...]], caches: list[tuple[RowCache, ...]]
     ) -> list[jax.Array]:
         """Returns hidden states of one block of every row, of (tokens, starts) on each rank; replaces the caches."""
         hidden = []
@@ -114,7 +116,7 @@ class InvariantSampler(Sampler):
             hidden.append(block)
         return hidden
 
-    def _log_probs(self, loaded: Loaded, ranks: tuple[_Rows, ...], counts: np.ndarray) -> np.ndarray:
+    def _log_probs(self, loaded: LeafParameters, ranks: tuple[_Rows, ...], counts: np.ndarray) -> np.ndarray:
         """Returns log-probs [B, N] of the tokens drawn, 0 after the end."""
         live = [mask for (mask,) in self._deal(np.arange(self._max_new_tokens) < counts[:, None])]
         results = self._programs.head(loaded, [rows.hidden for rows in ranks], [rows.drawn for rows in ranks], live)

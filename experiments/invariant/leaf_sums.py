@@ -25,11 +25,11 @@ from flax import nnx
 from jaxtyping import Array
 
 from experiments.invariant.leaf_exchange import LeafExchange
-from experiments.invariant.leaf_programs import LeafPrograms, Loaded
+from experiments.invariant.leaf_programs import LeafParameters, LeafPrograms
 from experiments.learner.backend import LabelValues, StepGradient, add_gradients
 from experiments.learner.computed import has_effect
 from experiments.learner.objectives import NO_CONSTANTS, LossConstants, Objective
-from experiments.learner.packing import Packing, Round
+from experiments.learner.packing import GlobalMicroBatch, Packing
 from jaxlogp import Document, MicroBatch, StepSums, TokenLogProbs
 from jaxlogp.head import HeadRun
 
@@ -55,13 +55,15 @@ class LeafSums:
         compiled: Any = self._loss
         return compiled._cache_size()
 
-    def trace(self, params: nnx.State, padding: Round) -> None:
+    def trace(self, params: nnx.State, padding: GlobalMicroBatch) -> None:
         self._programs.trace(padding.packing.rows, padding.packing.row_length)
 
-    def ahead(self, params: nnx.State, padding: Round) -> None:
+    def ahead(self, params: nnx.State, padding: GlobalMicroBatch) -> None:
         """Returns None: a leaf takes several programs."""
 
-    def without_zeros(self, documents: Sequence[Document], packing: Packing) -> tuple[list[Document], list[Round]]:
+    def without_zeros(
+        self, documents: Sequence[Document], packing: Packing
+    ) -> tuple[list[Document], list[GlobalMicroBatch]]:
         """Omits whole leaves only, which keep their place in the tree."""
         computed, rounds = [], []
         for each in packing.rounds(documents):
@@ -74,10 +76,10 @@ class LeafSums:
     def accumulate(
         self,
         params: nnx.State,
-        rounds: Iterable[Round],
+        rounds: Iterable[GlobalMicroBatch],
         version: int,
         constants: LossConstants = NO_CONSTANTS,
-        observe: Callable[[Round, LabelValues], None] | None = None,
+        observe: Callable[[GlobalMicroBatch, LabelValues], None] | None = None,
     ) -> StepGradient | None:
         """Adds every round's leaves in the order of their documents, neighbours first."""
         tree, loaded = TreeFold(self._add), self._programs.load(params)
@@ -96,26 +98,28 @@ class LeafSums:
         total = tree.total()
         return None if total is None else self._exchange.whole(total)
 
-    def score(self, params: nnx.State, scored: Round) -> LabelValues:
+    def score(self, params: nnx.State, scored: GlobalMicroBatch) -> LabelValues:
         return self._scored(params, scored, "log_probs")
 
-    def entropies(self, params: nnx.State, scored: Round) -> LabelValues:
+    def entropies(self, params: nnx.State, scored: GlobalMicroBatch) -> LabelValues:
         return self._scored(params, scored, "entropy")
 
-    def _scored(self, params: nnx.State, scored: Round, name: str) -> LabelValues:
+    def _scored(self, params: nnx.State, scored: GlobalMicroBatch, name: str) -> LabelValues:
         _, _, values = self._values_of_leaves(self._programs.load(params), self._placed(scored))
         return self._on_host(scored, [getattr(value, name) for value in values])
 
-    def _on_host(self, scored: Round, of_leaves: list[Array]) -> LabelValues:
+    def _on_host(self, scored: GlobalMicroBatch, of_leaves: list[Array]) -> LabelValues:
         return self._programs.ranks.on_host(of_leaves).reshape(scored.shape)
 
-    def _placed(self, leaves: Round) -> list[MicroBatch]:
+    def _placed(self, leaves: GlobalMicroBatch) -> list[MicroBatch]:
         """Returns the leaf of each data rank that this process computes, on its device."""
         ranks = self._programs.ranks
         made = [jax.tree.map(np.atleast_1d, leaves.micro_batch(rank)) for rank in ranks.here]
         return [jax.device_put(leaf, device) for leaf, device in zip(made, ranks.devices, strict=True)]
 
-    def _values_of_leaves(self, loaded: Loaded, batches: list[MicroBatch]) -> tuple[list, list, list[TokenLogProbs]]:
+    def _values_of_leaves(
+        self, loaded: LeafParameters, batches: list[MicroBatch]
+    ) -> tuple[list, list, list[TokenLogProbs]]:
         """Returns inputs of the body, hidden states and head values of each rank's leaf."""
         inputs = [(batch.tokens, batch.positions, batch.segment_ids) for batch in batches]
         hidden = self._programs.body(loaded, [batch.tokens for batch in batches])
@@ -123,12 +127,12 @@ class LeafSums:
         return inputs, hidden, self._programs.head(loaded, hidden, targets, mask)
 
     def _sums_of_leaves(
-        self, loaded: Loaded, batches: list[MicroBatch], documents_seen: int, constants: LossConstants
+        self, loaded: LeafParameters, batches: list[MicroBatch], version: int, constants: LossConstants
     ) -> tuple[list[StepGradient], list[TokenLogProbs]]:
         """Returns the sums of one leaf of each data rank, of which every array has a first dimension of 1, and the values
         that they were computed from."""
         inputs, hidden, values = self._values_of_leaves(loaded, batches)
-        of_step = (np.int32(documents_seen), constants)
+        of_step = (np.int32(version), constants)
         parts, cotangents = zip(
             *(self._loss(value, batch, *of_step) for value, batch in zip(values, batches, strict=True)), strict=True
         )
@@ -137,12 +141,12 @@ class LeafSums:
         operands = zip(loaded.ranks, inputs, parts, gradients, strict=True)
         return [self._leaf(*each, *pair) for *each, pair in operands], values
 
-    def _one_loss(self, values: TokenLogProbs, batch: MicroBatch, documents_seen: Array, constants: LossConstants):
+    def _one_loss(self, values: TokenLogProbs, batch: MicroBatch, version: Array, constants: LossConstants):
         """Returns loss, metric terms and drift of one leaf, and the loss sum's gradient for log-probs and entropies."""
 
         def total(log_probs, entropy):
             values = TokenLogProbs(log_probs, entropy)
-            parts = self._objective.from_log_probs(values, batch, documents_seen, constants)
+            parts = self._objective.from_log_probs(values, batch, version, constants)
             return parts.loss.sum, parts
 
         cotangents, parts = jax.grad(total, argnums=(0, 1), has_aux=True)(values.log_probs, values.entropy)

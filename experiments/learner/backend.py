@@ -9,9 +9,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from experiments.learner.objectives import NO_CONSTANTS, LossConstants, Objective
-from experiments.learner.packing import Packing, Round
+from experiments.learner.packing import GlobalMicroBatch, Packing
 from experiments.learner.replicas import Replicas
-from experiments.models.ahead import Ahead
+from experiments.models.compiled_program import CompiledProgram
 from jaxlogp import Document, StepSums, VocabShards
 from jaxlogp.head import HeadRun
 
@@ -41,32 +41,34 @@ class GradientBackend(Protocol):
     def num_compilations(self) -> int:
         """Number of shapes of micro-batch that have been compiled; 1, whatever the number of micro-batches."""
 
-    def trace(self, params: nnx.State, padding: Round) -> None:
+    def trace(self, params: nnx.State, padding: GlobalMicroBatch) -> None:
         """Makes `head_run` known without compiling, and raises EngineUnavailable for a head that cannot run here."""
 
-    def ahead(self, params: nnx.State, padding: Round) -> Ahead | None:
+    def ahead(self, params: nnx.State, padding: GlobalMicroBatch) -> CompiledProgram | None:
         """Compiles the program of one round before its first call; None if it is not a single one."""
 
-    def without_zeros(self, documents: Sequence[Document], packing: Packing) -> tuple[list[Document], list[Round]]:
+    def without_zeros(
+        self, documents: Sequence[Document], packing: Packing
+    ) -> tuple[list[Document], list[GlobalMicroBatch]]:
         """Returns the documents that are computed where those whose advantages are all 0 add nothing, and their rounds."""
 
     def accumulate(
         self,
         params: nnx.State,
-        rounds: Iterable[Round],
+        rounds: Iterable[GlobalMicroBatch],
         version: int,
         constants: LossConstants = NO_CONSTANTS,
-        observe: Callable[[Round, LabelValues], None] | None = None,
+        observe: Callable[[GlobalMicroBatch, LabelValues], None] | None = None,
     ) -> StepGradient | None:
         """Returns the sums of a step, nothing divided; None without documents. `version` is that of the parameters.
 
         `observe` is told the log-probs of each round, as `score` returns them, that the sums were computed from.
         """
 
-    def score(self, params: nnx.State, scored: Round) -> LabelValues:
+    def score(self, params: nnx.State, scored: GlobalMicroBatch) -> LabelValues:
         """Returns log-probs of the labels of one round in every process, 0 elsewhere, by the gradients' own forward pass."""
 
-    def entropies(self, params: nnx.State, scored: Round) -> LabelValues:
+    def entropies(self, params: nnx.State, scored: GlobalMicroBatch) -> LabelValues:
         """Returns entropies of the labels of one round in nats, otherwise as `score`."""
 
 

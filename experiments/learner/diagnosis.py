@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from experiments.learner.backend import GradientBackend
-from experiments.learner.packing import Round
+from experiments.learner.packing import GlobalMicroBatch
 from experiments.learner.soundness import OPTIMIZER_STATE, FiniteReport, name_non_finite
 from experiments.learner.update import TrainState, Update
 from experiments.refusal import NotFinite, Refusal, prompt_of, require_finite
@@ -30,7 +30,7 @@ def check_documents(documents: Sequence[Document]) -> None:
 
 
 def explain_refusal(
-    sound: FiniteReport, state: TrainState, rounds: list[Round], update: Update, gradients: GradientBackend
+    sound: FiniteReport, state: TrainState, rounds: list[GlobalMicroBatch], update: Update, gradients: GradientBackend
 ) -> Refusal:
     """Returns what of a refused step is not finite, in the order in which a step computes."""
     # Before the scores: of parameters that are not finite no log-prob is.
@@ -57,7 +57,7 @@ def _in_update(sound: FiniteReport, state: TrainState) -> str:
     return found
 
 
-def _in_scores(rounds: list[Round], state: TrainState, gradients: GradientBackend) -> None:
+def _in_scores(rounds: list[GlobalMicroBatch], state: TrainState, gradients: GradientBackend) -> None:
     documents, scored = [document for each in rounds for document in each.documents], []
     for each in rounds:
         scored += each.at_labels(gradients.score(state.params, each))

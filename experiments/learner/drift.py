@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float, Integer
 
 from experiments.learner.backend import LabelValues
-from experiments.learner.packing import Round
+from experiments.learner.packing import GlobalMicroBatch
 from experiments.models.tokenizer import Tokenizer
 from jaxlogp import Document, DriftReport, VocabShards, drift_report
 from jaxlogp.head import HeadRun
@@ -114,7 +114,7 @@ class StepDrift:
 
 def measure_drift(
     documents: Sequence[Document],
-    computed: Sequence[tuple[Round, LabelValues]],
+    computed: Sequence[tuple[GlobalMicroBatch, LabelValues]],
     version: int,
     *,
     head: HeadRun | None,
@@ -148,7 +148,7 @@ def measure_drift(
 
 
 def _compared(
-    documents: Sequence[Document], computed: Sequence[tuple[Round, LabelValues]], version: int
+    documents: Sequence[Document], computed: Sequence[tuple[GlobalMicroBatch, LabelValues]], version: int
 ) -> Iterator[_Compared]:
     """Yields the documents of which both sides are known under the same parameters."""
     numbers = {id(document): number for number, document in enumerate(documents)}

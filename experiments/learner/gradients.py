@@ -23,9 +23,9 @@ from jaxtyping import Array, Float
 from experiments.learner.backend import GradientBackend, LabelValues, StepGradient, add_gradients
 from experiments.learner.computed import has_effect
 from experiments.learner.objectives import NO_CONSTANTS, HeadPlacement, LossConstants, LossTerms, Objective
-from experiments.learner.packing import Packing, Round
-from experiments.models.ahead import Ahead, compiled_ahead
-from experiments.models.mesh import TENSOR_AXIS, document_axis, ranks_here, settled, token_axes
+from experiments.learner.packing import GlobalMicroBatch, Packing
+from experiments.models.compiled_program import CompiledProgram, compile_program
+from experiments.models.mesh import TENSOR_AXIS, document_axis, ranks_here, token_axes, wait_if_simulated
 from experiments.models.placement import whole_on_host
 from experiments.models.sharding import parameter_shardings
 from jaxlogp import Document, MicroBatch, StepSums, Support, TokenLogProbs, linear_log_probs
@@ -66,46 +66,48 @@ class GspmdGradients(GradientBackend):
         compiled: Any = self._sums
         return compiled._cache_size()
 
-    def trace(self, params: nnx.State, padding: Round) -> None:
+    def trace(self, params: nnx.State, padding: GlobalMicroBatch) -> None:
         jax.eval_shape(self._sums, params, self._frozen, self._placed(padding), np.int32(0), NO_CONSTANTS)
 
-    def ahead(self, params: nnx.State, padding: Round) -> Ahead:
+    def ahead(self, params: nnx.State, padding: GlobalMicroBatch) -> CompiledProgram:
         operands = (params, self._frozen, self._placed(padding), np.int32(0), NO_CONSTANTS)
-        program = compiled_ahead(self._sums, *operands)
+        program = compile_program(self._sums, *operands)
         return program._replace(results=program.results[0])
 
-    def without_zeros(self, documents: Sequence[Document], packing: Packing) -> tuple[list[Document], list[Round]]:
+    def without_zeros(
+        self, documents: Sequence[Document], packing: Packing
+    ) -> tuple[list[Document], list[GlobalMicroBatch]]:
         computed = [document for document in documents if has_effect(document)]
         return computed, packing.rounds(computed)
 
     def accumulate(
         self,
         params: nnx.State,
-        rounds: Iterable[Round],
+        rounds: Iterable[GlobalMicroBatch],
         version: int,
         constants: LossConstants = NO_CONSTANTS,
-        observe: Callable[[Round, LabelValues], None] | None = None,
+        observe: Callable[[GlobalMicroBatch, LabelValues], None] | None = None,
     ) -> StepGradient | None:
         total = None
         for each in rounds:
             operands = (params, self._frozen, self._placed(each), np.int32(version), constants)
-            part, log_probs = settled(self._sums(*operands), self._mesh)
+            part, log_probs = wait_if_simulated(self._sums(*operands), self._mesh)
             total = part if total is None else self._add(total, part)
             if observe is not None:
                 observe(each, whole_on_host(log_probs).reshape(each.shape))
         return total
 
-    def score(self, params: nnx.State, scored: Round) -> LabelValues:
+    def score(self, params: nnx.State, scored: GlobalMicroBatch) -> LabelValues:
         return self._scored(self._score, params, scored)
 
-    def entropies(self, params: nnx.State, scored: Round) -> LabelValues:
+    def entropies(self, params: nnx.State, scored: GlobalMicroBatch) -> LabelValues:
         return self._scored(self._entropies, params, scored)
 
-    def _scored(self, program: Callable[..., Array], params: nnx.State, scored: Round) -> LabelValues:
+    def _scored(self, program: Callable[..., Array], params: nnx.State, scored: GlobalMicroBatch) -> LabelValues:
         batch = self._placed(scored, with_columns=False)
-        return whole_on_host(settled(program(params, self._frozen, batch), self._mesh)).reshape(scored.shape)
+        return whole_on_host(wait_if_simulated(program(params, self._frozen, batch), self._mesh)).reshape(scored.shape)
 
-    def _placed(self, given: Round, *, with_columns: bool = True) -> MicroBatch:
+    def _placed(self, given: GlobalMicroBatch, *, with_columns: bool = True) -> MicroBatch:
         """Rows of all ranks in one dimension, each on its own rank, copied from the host directly to each device."""
         here = [given.micro_batch(rank) for rank in self._ranks_here]
         if not with_columns:
@@ -129,10 +131,10 @@ class GspmdGradients(GradientBackend):
         return self._token_spec if x.ndim > 1 else self._row_spec
 
     def _of_micro_batch(
-        self, params: nnx.State, frozen: nnx.State, batch: MicroBatch, documents_seen: Array, constants: LossConstants
+        self, params: nnx.State, frozen: nnx.State, batch: MicroBatch, version: Array, constants: LossConstants
     ) -> tuple[StepGradient, Float[Array, "R T"]]:
         def global_sum(params):
-            out_specs, of_step = (P(), self._token_spec), (documents_seen, constants)
+            out_specs, of_step = (P(), self._token_spec), (version, constants)
             parts, log_probs = self._with_head(self._local_parts, (params, frozen), batch, out_specs, *of_step)
             return parts.loss.sum, (parts, log_probs)
 
@@ -167,12 +169,12 @@ class GspmdGradients(GradientBackend):
         hidden: Array,
         weight: Array,
         batch: MicroBatch,
-        documents_seen: Array,
+        version: Array,
         constants: LossConstants,
     ) -> tuple[LossTerms, Float[Array, "R T"]]:
         batch = self._with_own_support(batch)
         with record_head_runs() as runs, jax.named_scope("head"):
-            operands = (hidden, weight, batch, documents_seen, constants)
+            operands = (hidden, weight, batch, version, constants)
             (loss, terms, drift), log_probs = self._objective.from_hidden(*operands, head)
         self.head_run = runs[0]
         axes = self._token_axes

@@ -19,12 +19,12 @@ from experiments.learner.drift import StepDrift, measure_drift
 from experiments.learner.entropy_control import EntropyControl
 from experiments.learner.objectives import Objective
 from experiments.learner.optimizers import Optimizer
-from experiments.learner.packing import Packing, Round
+from experiments.learner.packing import GlobalMicroBatch, Packing
 from experiments.learner.replicas import fingerprint, require_same_frozen
 from experiments.learner.scoring import kl_between, log_probs_of, require_finite_scores, scores_of
 from experiments.learner.selection import Selection
 from experiments.learner.update import TrainState, Update, UpdateOutcome
-from experiments.models.ahead import Ahead
+from experiments.models.compiled_program import CompiledProgram
 from experiments.refusal import NotFinite, Refusal
 from jaxlogp import Document
 from jaxlogp.errors import require
@@ -88,7 +88,7 @@ class Learner:
         self.entropy_coefficient = None if entropy_control is None else entropy_control.first
         self.gradients.trace(self.state.params, self._step_packing.padding())
 
-    def programs(self) -> tuple[Ahead, Ahead] | None:
+    def programs(self) -> tuple[CompiledProgram, CompiledProgram] | None:
         """Compiles the programs of a micro-batch and of the update before the first step; None with `--invariant`."""
         micro_batch = self.gradients.ahead(self.state.params, self._step_packing.padding())
         return None if micro_batch is None else (micro_batch, self._update.ahead(self.state, micro_batch.results))
@@ -120,7 +120,7 @@ class Learner:
         constants = self._objective.constants(documents)
         if self.entropy_coefficient is not None:
             constants = constants._replace(entropy_scale=np.asarray(self.entropy_coefficient, np.float32))
-        observed: list[tuple[Round, LabelValues]] = []
+        observed: list[tuple[GlobalMicroBatch, LabelValues]] = []
         observe = (lambda *each: observed.append(each)) if report_drift else None
         of_step = (self.version, constants, observe)
         total = self.gradients.accumulate(self.state.params, rounds, *of_step)
@@ -236,7 +236,9 @@ class Learner:
         require_finite_scores("trainer", documents, scores, name)
         return selection(documents, scores, jax.random.fold_in(self._key, self.version))
 
-    def _drift(self, documents: Sequence[Document], observed: list[tuple[Round, LabelValues]]) -> StepDrift | None:
+    def _drift(
+        self, documents: Sequence[Document], observed: list[tuple[GlobalMicroBatch, LabelValues]]
+    ) -> StepDrift | None:
         return measure_drift(documents, observed, self.version, head=self.gradients.head_run, **self._labels)
 
     def _metrics(self, outcome: UpdateOutcome) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from experiments.learner.entropy_control import EntropyControl
 from experiments.learner.selection import SELECTIONS, Selection, TopEntropy
-from experiments.options import OneOf, option_name, refused_as
+from experiments.options import OneOf, option_errors, option_name
 from jaxlogp import losses
 from jaxlogp.errors import require
 from jaxlogp.head import ChunkedEngine, GradientFilter, HopperEngine
@@ -125,7 +125,7 @@ class LossConfig:
         for name, value in sizes.items():
             expected = f"None with --loss.engine {self.engine} (chunked has blocks of any size)"
             require(self.engine == "chunked", option_name(f"loss.{name}"), expected, value)
-        with refused_as("loss"):
+        with option_errors("loss"):
             if self.gradient_filter is None:
                 return ChunkedEngine(**sizes) if sizes else self.engine
             chosen = GradientFilter(self.gradient_filter)
@@ -159,7 +159,7 @@ class LossConfig:
             require(self.reduction == "constant_length", "--loss.length", expected, self.length)
         if "length" in parameters:
             given["length"] = length
-        with refused_as("loss"):
+        with option_errors("loss"):
             loss = preset(**given)
             if self.ratio is not None:
                 loss = dataclasses.replace(loss, ratio=self.ratio)
@@ -195,7 +195,7 @@ class LossConfig:
         if self.top_entropy is not None:
             expected = f"None for loss {self.name!r}, which chooses labels by their covariance"
             require(kind is None, "--loss.top-entropy", expected, self.top_entropy)
-        with refused_as("loss"):
+        with option_errors("loss"):
             if kind is not None:
                 return SELECTIONS[kind](**self._given(self._selection_options()))
             return None if self.top_entropy is None else TopEntropy(self.top_entropy)
@@ -215,7 +215,7 @@ class LossConfig:
             return None
         expected = "with_entropy along with --loss.entropy-target, which reads the entropy of each step"
         require(self.metrics == "with_entropy", "--loss.metrics", expected, self.metrics)
-        with refused_as("loss"):
+        with option_errors("loss"):
             return EntropyControl(self.entropy_target, **{names[name]: value for name, value in given.items()})
 
     def _selection_options(self) -> tuple[str, ...]:
@@ -254,7 +254,7 @@ class CorrectionConfig:
             expected = "no other options without --correction.level"
             require(self == CorrectionConfig(), "--correction", expected, "other options")
             return None
-        with refused_as("correction"):
+        with option_errors("correction"):
             return Correction(**dataclasses.asdict(self))
 
 
@@ -296,5 +296,5 @@ class RejectionConfig:
         only = self == RejectionConfig(keep_denominator=True)
         expected = "no value without a rule of --rejection"
         require(not only, "--rejection.keep-denominator", expected, "the option")
-        with refused_as("rejection"):
+        with option_errors("rejection"):
             return Rejection(**dataclasses.asdict(self))

@@ -98,14 +98,14 @@ class Objective(Protocol):
         hidden: Array,
         weight: Array,
         batch: MicroBatch,
-        documents_seen: Array,
+        version: Array,
         constants: LossConstants,
         head: HeadPlacement,
     ) -> tuple[LossTerms, Float[Array, "R T"]]:
         """Computes the terms from hidden states and the head's weight, and the log-probs of the labels, 0 elsewhere."""
 
     def from_log_probs(
-        self, values: TokenLogProbs, batch: MicroBatch, documents_seen: Array, constants: LossConstants
+        self, values: TokenLogProbs, batch: MicroBatch, version: Array, constants: LossConstants
     ) -> LossTerms:
         """Computes the terms from log-probs and entropies, differentiable in both."""
 
@@ -129,17 +129,17 @@ class CrossEntropy(Objective):
         hidden: Float[Array, "R T H"],
         weight: Float[Array, "V H"],
         batch: MicroBatch,
-        documents_seen: Int[Array, ""],
+        version: Int[Array, ""],
         constants: LossConstants,
         head: HeadPlacement,
     ) -> tuple[LossTerms, Float[Array, "R T"]]:
         values = linear_log_probs(hidden, weight, batch.targets, mask=batch.mask, **head.keywords())
-        return self.from_log_probs(values, batch, documents_seen, constants), values.log_probs
+        return self.from_log_probs(values, batch, version, constants), values.log_probs
 
     def from_log_probs(
-        self, values: TokenLogProbs, batch: MicroBatch, documents_seen: Int[Array, ""], constants: LossConstants
+        self, values: TokenLogProbs, batch: MicroBatch, version: Int[Array, ""], constants: LossConstants
     ) -> LossTerms:
-        del documents_seen, constants
+        del version, constants
         loss = weighted_sum(-values.log_probs, batch.mask)
         # No label has log-probs of a sampler to differ from.
         no_drift = masked_max(jnp.zeros(batch.mask.shape, jnp.float32), batch.mask & False)
@@ -182,7 +182,7 @@ class PolicyObjective(Objective):
         hidden: Float[Array, "R T H"],
         weight: Float[Array, "V H"],
         batch: MicroBatch,
-        documents_seen: Int[Array, ""],
+        version: Int[Array, ""],
         constants: LossConstants,
         head: HeadPlacement,
     ) -> tuple[LossTerms, Float[Array, "R T"]]:
@@ -201,15 +201,15 @@ class PolicyObjective(Objective):
         )
         # Metrics reduce them by pmax, which JAX cannot differentiate.
         values = lax.stop_gradient(values)
-        return self._with_metrics(loss, values, batch, documents_seen, further), values.log_probs
+        return self._with_metrics(loss, values, batch, version, further), values.log_probs
 
     def from_log_probs(
-        self, values: TokenLogProbs, batch: MicroBatch, documents_seen: Int[Array, ""], constants: LossConstants
+        self, values: TokenLogProbs, batch: MicroBatch, version: Int[Array, ""], constants: LossConstants
     ) -> LossTerms:
         columns, further = batch.per_token, self._further(batch, constants)
         inputs = (columns["old_log_probs"], columns["advantages"], batch.mask)
         loss = policy_loss(values.log_probs, *inputs, entropy=values.entropy, **further)
-        return self._with_metrics(loss, lax.stop_gradient(values), batch, documents_seen, further)
+        return self._with_metrics(loss, lax.stop_gradient(values), batch, version, further)
 
     def _further(self, batch: MicroBatch, constants: LossConstants) -> dict[str, Any]:
         """Returns the keywords that losses and metrics share."""
@@ -231,11 +231,11 @@ class PolicyObjective(Objective):
         loss: WeightedSum,
         values: TokenLogProbs,
         batch: MicroBatch,
-        documents_seen: Array,
+        version: Array,
         further: dict[str, Any],
     ) -> LossTerms:
         columns = batch.per_token
-        drift = _drift(values.log_probs, batch, documents_seen)
+        drift = _drift(values.log_probs, batch, version)
         if self.metrics == "none":
             return LossTerms(loss, PolicyMetricTerms({}), drift)
         inputs = (values.log_probs, columns["old_log_probs"], columns["advantages"], batch.mask)
@@ -245,7 +245,7 @@ class PolicyObjective(Objective):
             # Every rank along the axis knows all rewards; the first one counts them.
             present = present & (lax.axis_index(self.document_axis) == 0)
         terms = terms | reward_terms(batch.rewards, present)
-        return LossTerms(loss, terms | staleness_terms(documents_seen, batch.model_versions, present), drift)
+        return LossTerms(loss, terms | staleness_terms(version, batch.model_versions, present), drift)
 
 
 def mean_weight(correction: Correction, documents: Sequence[Document]) -> Float[np.ndarray, ""]:
@@ -264,11 +264,11 @@ def mean_weight(correction: Correction, documents: Sequence[Document]) -> Float[
     return np.asarray(correction_weight_sum(correction, old, sampler, mask, **documents_of).mean(), np.float32)
 
 
-def _drift(log_probs: Float[Array, "R T"], batch: MicroBatch, documents_seen: Int[Array, ""]) -> Float[Array, ""]:
+def _drift(log_probs: Float[Array, "R T"], batch: MicroBatch, version: Int[Array, ""]) -> Float[Array, ""]:
     """Returns the largest |trainer - sampler| where both are under the same parameters: later ones are another policy."""
     columns = batch.per_token
     if SAMPLER_COLUMN in columns:
         # The trainer's own are from the time of sampling, whatever has been updated since.
         return masked_max(jnp.abs(columns["old_log_probs"] - columns[SAMPLER_COLUMN]), batch.mask)
-    current = batch.versions == documents_seen
+    current = batch.versions == version
     return masked_max(jnp.abs(log_probs - columns["old_log_probs"]), batch.mask & current)

@@ -38,7 +38,7 @@ class Packing:
     columns: tuple[str, ...] = ()
     support_capacity: int | None = None
 
-    def round_of(self, documents: Sequence[Document]) -> "Round":
+    def round_of(self, documents: Sequence[Document]) -> "GlobalMicroBatch":
         """Returns the round of the first documents, as many as fit; ValueError names one that does not suit the packing."""
         dealt = self._deal(documents)
         # The round ends with the first document that its rank has no room for, so that no later one overtakes it.
@@ -48,16 +48,16 @@ class Packing:
         for number, document in enumerate(documents[:end]):
             self._check(number, document)
         by_rank = (tuple(number for number in numbers if number < end) for numbers in dealt)
-        return Round(tuple(documents[:end]), tuple(by_rank), self)
+        return GlobalMicroBatch(tuple(documents[:end]), tuple(by_rank), self)
 
-    def rounds(self, documents: Sequence[Document]) -> list["Round"]:
+    def rounds(self, documents: Sequence[Document]) -> list["GlobalMicroBatch"]:
         rounds = []
         while documents:
             rounds.append(self.round_of(documents))
             documents = documents[rounds[-1].num_documents :]
         return rounds
 
-    def padding(self) -> "Round":
+    def padding(self) -> "GlobalMicroBatch":
         return self.round_of([])
 
     def _deal(self, documents: Sequence[Document]) -> list[list[int]]:
@@ -100,7 +100,7 @@ class Packing:
 
 
 @dataclass(frozen=True, eq=False)
-class Round:
+class GlobalMicroBatch:
     """One micro-batch of every data rank: documents in their order, and the numbers of those of each rank.
 
     All processes have the documents of all ranks; a process makes arrays only for ranks of which it has a device. Those of

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Float
 
 from experiments.learner.backend import GradientBackend
-from experiments.learner.packing import Packing, Round
+from experiments.learner.packing import GlobalMicroBatch, Packing
 from experiments.refusal import prompt_of, require_finite
 from jaxlogp import Document
 
@@ -21,7 +21,7 @@ def log_probs_of(
 
 
 def scores_of(
-    documents: Sequence[Document], score: Callable[[Round], np.ndarray], packing: Packing
+    documents: Sequence[Document], score: Callable[[GlobalMicroBatch], np.ndarray], packing: Packing
 ) -> list[Float[np.ndarray, " labels"]]:
     """Returns what `score` computes of each round at the labels of each document."""
     found: list[Float[np.ndarray, " labels"]] = []

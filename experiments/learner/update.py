@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from experiments.learner.backend import StepGradient
 from experiments.learner.optimizers import Optimizer, OptimizerState
 from experiments.learner.soundness import OPTIMIZER_STATE, FiniteReport, finite_leaves, name_non_finite
-from experiments.models.ahead import Ahead, compiled_ahead
+from experiments.models.compiled_program import CompiledProgram, compile_program
 
 
 class TrainState(NamedTuple):
@@ -63,9 +63,9 @@ class Update:
         """
         return self._program(state)(state, step, np.int32(further))
 
-    def ahead(self, state: TrainState, step: StepGradient) -> Ahead:
+    def ahead(self, state: TrainState, step: StepGradient) -> CompiledProgram:
         """Compiles the program before its first call; of `step` types and places matter."""
-        return compiled_ahead(self._program(state), state, step, np.int32(0))
+        return compile_program(self._program(state), state, step, np.int32(0))
 
     def _program(self, state: TrainState) -> Callable[..., tuple[TrainState, UpdateOutcome]]:
         if self._apply is None:

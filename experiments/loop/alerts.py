@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.experience.counts import RolloutCounts
+from experiments.experience.rollout_metrics import RolloutMetrics
 from experiments.learner.options import GuardsConfig
 
 WINDOW = 32
@@ -44,7 +44,7 @@ class StepMonitor:
         self._next_warning = DEGENERATE_STEPS
         self._truncated_steps, self._next_truncated = 0, 1
 
-    def warnings(self, step: int, values: Mapping[str, Any], counts: RolloutCounts) -> list[str]:
+    def warnings(self, step: int, values: Mapping[str, Any], counts: RolloutMetrics) -> list[str]:
         found = (self._spike(step, values), self._truncated(step, counts), self._nothing_to_learn(step, counts))
         return [each for each in found if each]
 
@@ -56,7 +56,7 @@ class StepMonitor:
             f"step {step}: gradient norm {values['grad_norm']:.3g}, {ratio:.3g} times the median of the norms before it"
         )
 
-    def _nothing_to_learn(self, step: int, counts: RolloutCounts) -> str | None:
+    def _nothing_to_learn(self, step: int, counts: RolloutMetrics) -> str | None:
         """A warning after some such steps in a row, and each time that there are twice as many."""
         if not counts.groups:
             return None
@@ -69,10 +69,10 @@ class StepMonitor:
         self._next_warning *= 2
         return (
             f"step {step}: every group had equal rewards for {self._degenerate} steps in a row: no learning signal "
-            f"({counts.sameness(self._max_new_tokens)})"
+            f"({counts.why_no_signal(self._max_new_tokens)})"
         )
 
-    def _truncated(self, step: int, counts: RolloutCounts) -> str | None:
+    def _truncated(self, step: int, counts: RolloutMetrics) -> str | None:
         """Warns of the first step with many truncated completions, and each time that there were twice as many steps."""
         if not counts.completions or counts.truncated <= MANY_TRUNCATED * counts.completions:
             return None

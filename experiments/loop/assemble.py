@@ -13,7 +13,7 @@ from experiments.experience.experience import ExperienceSource
 from experiments.experience.limits import Limits
 from experiments.experience.options import STORED
 from experiments.experience.own_source import OwnSource
-from experiments.experience.prompts import PromptOrder
+from experiments.experience.prompts import PromptStream
 from experiments.experience.rollouts import Rollouts
 from experiments.experience.stored import read_documents
 from experiments.experience.worked_examples import WorkedExamples
@@ -109,9 +109,9 @@ class Setup(Inference):
         packing = replace(self.learner.packing, columns=(), support_capacity=None)
         params = self.learner.release()
         learner = Learner(self.backend, CrossEntropy(), options.optimizer(), packing, params)
-        examples = WorkedExamples(PromptOrder(task, seed + 1, None), self.sizes.prompt, options.batch_size)
+        examples = WorkedExamples(PromptStream(task, seed + 1, None), self.sizes.prompt, options.batch_size)
         setup = replace(self, learner=learner, source=examples)
-        checks = PromptOrder(task, seed + 2, None).take(CHECK_PROMPTS)
+        checks = PromptStream(task, seed + 2, None).take(CHECK_PROMPTS)
 
         def evaluate(step: int) -> Measured:
             right = evaluation.exact_match_on(checks, setup.policy_of(setup.params), step)
@@ -215,7 +215,7 @@ def _own_source(base: Inference, source: Any) -> OwnSource:
 
 def _rollouts(base: Inference, task: Task) -> Rollouts:
     config, rollout = base.config, base.config.rollout
-    prompts = PromptOrder(task, config.seed, config.schedule.epochs)
+    prompts = PromptStream(task, config.seed, config.schedule.epochs)
     assert base.rewards is not None, "completions are rewarded"
     recording = {"record_support": bool(config.loss.on_support), "support_room": config.loss.support_room}
     sampling = rollout.sampling_options(base.sizes.completion, **recording)

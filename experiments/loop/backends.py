@@ -16,7 +16,7 @@ from experiments.learner.replicas import Replicas
 from experiments.models.mesh import TENSOR_AXIS, make_mesh, parse_mesh
 from experiments.models.placement import placed
 from experiments.models.sharding import parameter_shardings, place_parameters
-from experiments.options import refused_as
+from experiments.options import option_errors
 from experiments.sampling.options import SamplingOptions
 from experiments.sampling.recompute import RecomputeSampler
 from experiments.sampling.sample_token import CompletionRule
@@ -50,7 +50,7 @@ class GspmdBackend(GivesParams):
         self.replicas = Replicas(self.mesh)
         rollouts = rollout_mesh(config, self.mesh)
         self._engine, self._accumulate = config.loss.head_engine(), config.schedule.accumulate
-        with refused_as("loss"):
+        with option_errors("loss"):
             self.vocab = default_shards(self._engine, model.vocab_size, self.mesh.shape[TENSOR_AXIS])
         self._cached = model.decoder is not None
         self.sampler = "whole rows for every token: the model has no cache"
@@ -61,7 +61,7 @@ class GspmdBackend(GivesParams):
         self._frozen_head = model.decoder is not None and model.decoder.lora.rank > 0
         parts = model.parts(lambda state: parameter_shardings(state, self.mesh), self.mesh)
         self._graph, self._params, self.frozen = parts
-        with refused_as("rollout") if config.rollout.mesh is not None else contextlib.nullcontext():
+        with option_errors("rollout") if config.rollout.mesh is not None else contextlib.nullcontext():
             places = [parameter_shardings(state, rollouts) for state in (self._params, self.frozen)]
         apart = rollouts != self.mesh
         self.sampled_frozen = placed(self.frozen, places[1]) if apart else self.frozen
@@ -87,7 +87,7 @@ def rollout_mesh(config: Config, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
     if config.rollout.mesh is None:
         spec = parse_mesh(config.mesh)
         return mesh if spec.sequence == 1 else make_mesh(spec.of_rollouts)
-    with refused_as("rollout"):
+    with option_errors("rollout"):
         return make_mesh(parse_mesh(config.rollout.mesh))
 
 

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from experiments.experience.counts import RolloutCounts
 from experiments.experience.experience import ExperienceSource, Policy
 from experiments.experience.order import EpochOrder
 from experiments.experience.own_source import SourceFailed
+from experiments.experience.rollout_metrics import RolloutMetrics
 from experiments.learner.packing import Packing
 from experiments.loop.queue import DocumentQueue
 from experiments.processes import processes
@@ -24,7 +24,7 @@ class Taken(NamedTuple):
     """
 
     documents: Sequence[Document]
-    counts: RolloutCounts
+    counts: RolloutMetrics
     rollout_seconds: float
     wait_seconds: float
     refusal: Refusal | None = None
@@ -81,9 +81,9 @@ class DocumentFeed:
         self._source.restore(state["source"])
         self._queue, self._orders = DocumentQueue.from_json(state["queued"]), state["orders"]
 
-    def _draw(self, policy: Policy) -> tuple[RolloutCounts, Refusal | None]:
+    def _draw(self, policy: Policy) -> tuple[RolloutMetrics, Refusal | None]:
         """Fills the queue up to the documents of a step; the counts of what was drawn, and why the step is refused."""
-        counts = RolloutCounts()
+        counts = RolloutMetrics()
         while self._queue.lacks(self._number):
             experience = self._source.next(policy)
             if experience is None:

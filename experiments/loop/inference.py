@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from experiments.config import Config, validate
-from experiments.experience.prompts import Sizes, sizes_for
+from experiments.experience.prompts import LengthLimits, length_limits
 from experiments.learner.model_source import ModelSource
 from experiments.learner.objectives import CrossEntropy
 from experiments.learner.packing import Packing
@@ -33,7 +33,7 @@ class Inference:
     rewards: Rewards | None
     model: ModelSource
     backend: RunBackend
-    sizes: Sizes
+    sizes: LengthLimits
     packing: Packing
     samplers: Samplers
     evaluation: Evaluation
@@ -82,7 +82,7 @@ def make_inference(
         evaluation = LossEvaluation(held_out, config.evaluation.num_prompts)
     else:
         rewards = config.reward.rewards(task) if rewards is None else rewards
-        sizes = sizes_for(task, tokenizer, config.rollout, config.schedule, mesh, backend.leaf_rows)
+        sizes = length_limits(task, tokenizer, config.rollout, config.schedule, mesh, backend.leaf_rows)
         options = SamplingOptions(sizes.completion, temperature=1.0, stop=config.rollout.stop)
         evaluation = AnswerEvaluation(task, rewards, config.evaluation.num_prompts, sizes.prompt, options)
     shapes = mesh.ranks, sizes.rows, sizes.row, model.vocab_size, tokenizer.pad_id

@@ -13,7 +13,7 @@ from experiments.learner.replicas import require_same_frozen
 from experiments.learner.soundness import finite_leaves, name_non_finite
 from experiments.loop.find_model import find_model
 from experiments.loop.inference import Inference, make_inference
-from experiments.loop.resume import with_own_copy
+from experiments.loop.resume import with_saved_model
 from experiments.loop.run_parts import (
     UserParts,
     changed_since,
@@ -59,7 +59,7 @@ def load_run(
     """
     stored = _open(run, task)
     config = change(stored.config)
-    inference = make_inference(config, config.data.own_task(task) if task is not None else None, restored=True)
+    inference = make_inference(config, config.data.user_task(task) if task is not None else None, restored=True)
     now = parts_of(inference.config, inference.task, UserParts(task), None, None, inference.model)
     require_same_files(stored.parts, now.files)
     for warning in changed_since(stored.parts, now):
@@ -84,7 +84,7 @@ def _open(run: str | Path, task: Task | None) -> _Stored:
     require(bool(complete_steps(folder.checkpoints)), "checkpoints", some, "none")
     parts = load_config(folder.parts, RunParts)
     require_own_task(parts, task)
-    return _Stored(folder, step, with_own_copy(load_config(folder.config, Config), folder), parts)
+    return _Stored(folder, step, with_saved_model(load_config(folder.config, Config), folder), parts)
 
 
 def _restore(stored: _Stored, params: nnx.State, frozen: nnx.State) -> tuple[nnx.State, int]:

@@ -21,11 +21,11 @@ from experiments.refusal import NotFinite
 from experiments.runs.checkpoint import complete_steps, restore_template
 from experiments.runs.config_file import from_json
 from experiments.runs.console import RunConsole
+from experiments.runs.ends import GuardAbort, Interrupted
 from experiments.runs.files import kind_of
 from experiments.runs.folder import RunFolder
 from experiments.runs.run_writer import RunWriter
 from experiments.runs.signals import Signals
-from experiments.runs.stops import GuardAbort, Interrupted
 from experiments.tasks.rewards import RewardFailed, RewardNotFinite
 from jaxlogp.errors import require
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.learner.packing import Packing, Round
+from experiments.learner.packing import GlobalMicroBatch, Packing
 from jaxlogp import Document, Support
 
 
@@ -23,7 +23,7 @@ class DocumentQueue:
     def add(self, documents: Sequence[Document]) -> None:
         self.documents += tuple(documents)
 
-    def rounds(self, packing: Packing, at_most: int | None = None) -> Iterator[Round]:
+    def rounds(self, packing: Packing, at_most: int | None = None) -> Iterator[GlobalMicroBatch]:
         """Yields rounds of the oldest documents, `at_most` so many in all; those of a round leave the queue with it."""
         left = len(self.documents) if at_most is None else min(at_most, len(self.documents))
         while left:

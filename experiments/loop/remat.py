@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.config import Config
-from experiments.experience.prompts import sizes_for
+from experiments.experience.prompts import length_limits
 from experiments.learner.model_source import ModelSource
 from experiments.loop.memory import device_limit, size, training_bytes
 from experiments.loop.supervised import SupervisedFile
@@ -42,7 +42,7 @@ def remat_choices(config: Config, task: Task | SupervisedFile, model: ModelSourc
     if isinstance(task, SupervisedFile):
         sizes = task.sizes(model.tokenizer, config.schedule, mesh, None)
     else:
-        sizes = sizes_for(task, model.tokenizer, config.rollout, config.schedule, mesh)
+        sizes = length_limits(task, model.tokenizer, config.rollout, config.schedule, mesh)
     # Gradients of micro-batches: their sum, those that are added, and the next.
     held = training_bytes(config, abstract_decoder(model.decoder)[1], gradients=3) // (mesh.fsdp * mesh.tensor)
     tokens = sizes.rows * sizes.row // mesh.sequence

@@ -13,17 +13,17 @@ from experiments.experience.own_source import resolve_source
 from experiments.loop.assemble import Setup
 from experiments.loop.loop import Progress
 from experiments.loop.memory import say_memory
-from experiments.loop.run import Result, Run, find_parts, given_task
+from experiments.loop.run import Result, Run, find_parts, resolve_task
 from experiments.loop.run_parts import NOTHING_OWN, RewardPairs, UserParts, require_own_task, require_same_parts
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.processes import processes
 from experiments.runs.checkpoint import complete_steps
 from experiments.runs.config_file import load_config, read_object, save_config
 from experiments.runs.console import RunConsole
+from experiments.runs.ends import AlreadyFinished
 from experiments.runs.folder import RunFolder, run_and_step
 from experiments.runs.identity import RunParts, require_settings
 from experiments.runs.lock import RunLock
-from experiments.runs.stops import NothingToDo
 from experiments.tasks import Reward, Rewards, Task
 from experiments.tasks.registry import full_name
 from jaxlogp.errors import require
@@ -55,8 +55,8 @@ def resume(
     Raises:
         ValueError: if there is no run folder or a damaged one, the data differ from those that the run began with, an option
             may not change, or the run has passed the target.
-        NothingToDo: if the run has finished.
-        Stopped: if a signal or a guard ended the run early, as in `train`.
+        AlreadyFinished: if the run has finished.
+        RunEnded: if a signal or a guard ended the run early, as in `train`.
     """
     return set_up_resume(path, changes or {}, UserParts(task, reward, model, source)).finish()
 
@@ -82,11 +82,11 @@ def _set_up(
     quiet = bool(changes.get("quiet", False))
     kept = apply_changes(stored, _as_stored(changes, stored))
     kept = dataclasses.replace(kept, quiet=stored.quiet)
-    config = dataclasses.replace(with_own_copy(kept, folder), quiet=quiet)
+    config = dataclasses.replace(with_saved_model(kept, folder), quiet=quiet)
     validate(config)
     began_with = load_config(folder.parts, RunParts)
     require_own_task(began_with, user.task)
-    task = given_task(config, user.task)
+    task = resolve_task(config, user.task)
     require(task.name == config.task, "--task", f"the task of the run, {config.task!r}", repr(task.name))
     # Without any checkpoint there are no parameters to restore: the first ones are drawn or read again.
     restored = has_checkpoint(folder)
@@ -109,7 +109,7 @@ class Resumption:
     kept: Config
 
     def check(self, setup: Setup, progress: Progress) -> None:
-        """Prints what the rest of the run needs of memory; NothingToDo if it has finished, ValueError if it cannot go on."""
+        """Prints the memory that the rest needs; AlreadyFinished if the run has ended, ValueError if it cannot go on."""
         step, steps = progress.step, self.kept.schedule.steps
         require(steps >= step, "--schedule.steps", f"at least {step}, the step that the run has reached", steps)
         # Written last: a run that was killed before it is finished by a resume.
@@ -120,7 +120,7 @@ class Resumption:
                 if summary.get("data ended")
                 else f"has reached step {step} of {steps}; raise --schedule.steps to continue"
             )
-            raise NothingToDo(f"nothing to do: {self.folder.path} {why}")
+            raise AlreadyFinished(f"nothing to do: {self.folder.path} {why}")
         say_memory(setup, progress, RunConsole(setup.config.quiet), resumed=True)
 
     def keep(self) -> None:
@@ -133,7 +133,7 @@ def has_checkpoint(folder: RunFolder) -> bool:
     return bool(complete_steps(folder.checkpoints) or complete_steps(folder.warm_start))
 
 
-def with_own_copy(config: Config, folder: RunFolder) -> Config:
+def with_saved_model(config: Config, folder: RunFolder) -> Config:
     """The options with a model from disk replaced by the run's own copy, whatever became of the original: checkpoints hold
     all of its parameters. With adapters they hold these alone, and the base is read where it was; so is a model of which no
     checkpoint has been written."""

@@ -34,13 +34,13 @@ from experiments.options import flat_fields, option_name, value_of
 from experiments.processes import processes
 from experiments.runs.config_file import save_config, to_json
 from experiments.runs.console import HeldOut, RunConsole
+from experiments.runs.ends import AlreadyFinished, RunEnded
 from experiments.runs.environment import versions_text
 from experiments.runs.files import write_json
 from experiments.runs.folder import LONGEST_NAME_BYTES, RunFolder, is_folder_name, read_metrics
 from experiments.runs.identity import RunParts, require_settings
 from experiments.runs.lock import RunLock
 from experiments.runs.plots import plot_runs
-from experiments.runs.stops import NothingToDo, Stopped
 from experiments.tasks import Reward, Rewards, Task
 from experiments.tasks.protocol import data_digest
 from experiments.tasks.registry import names_user_task
@@ -115,9 +115,9 @@ class Run:
             console.warn(warning)
         try:
             outcome = run_to_end(setup, self.folder, console, self.resumption, self.step)
-        except NothingToDo:
+        except AlreadyFinished:
             raise
-        except Stopped:
+        except RunEnded:
             if processes().first:
                 plot_runs([read_metrics(self.folder.metrics).records], self.folder.curves)
             raise
@@ -160,7 +160,7 @@ def find_parts(
     config: Config, user: UserParts, task: Task | SupervisedFile, source: Any, *, restored: bool = False
 ) -> Found:
     """Finds rewards and model, and compares them between the processes."""
-    rewards = given_rewards(config, user.reward)
+    rewards = resolve_rewards(config, user.reward)
     require(rewards is None or not config.supervised, "reward", "none in supervised learning", "your own")
     config = dataclasses.replace(config, task=task.name)
     require_same_run(config, task)
@@ -181,7 +181,7 @@ def set_up(config: Config, user: UserParts = NOTHING_OWN) -> Run:
     config = _with_lasting_base(config.resolved())
     both = user.task is not None and names_user_task(config.task)
     require(not both, "--task", "no task of your own where train is given one", config.task)
-    task = given_task(config, user.task)
+    task = resolve_task(config, user.task)
     path = Path(processes().from_first("run folder", lambda: str(_new_path(config, task))))
     found = find_parts(config, user, task, source)
     found.report(path, dtype)
@@ -275,7 +275,7 @@ def train(
 
     Raises:
         ValueError: if an option, a file, a mesh or a run folder cannot be used; the message names it in one line.
-        Stopped: if a signal or a guard ended the run early; the message tells in one line what was kept.
+        RunEnded: if a signal or a guard ended the run early; the message tells in one line what was kept.
     """
     return set_up(config, UserParts(task, reward, model, source)).finish()
 
@@ -289,12 +289,12 @@ def _with_lasting_base(config: Config) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(Path(path).resolve())))
 
 
-def given_task(config: Config, task: Task | None) -> Task | SupervisedFile:
+def resolve_task(config: Config, task: Task | None) -> Task | SupervisedFile:
     """The task that options name, or the caller's own, asked as options say."""
-    return find_task(config) if task is None else config.data.own_task(task)
+    return find_task(config) if task is None else config.data.user_task(task)
 
 
-def given_rewards(config: Config, reward: Reward | RewardPairs | Rewards | None) -> Rewards | None:
+def resolve_rewards(config: Config, reward: Reward | RewardPairs | Rewards | None) -> Rewards | None:
     if reward is None:
         return None
     expected = "no other options where train is given a reward"

@@ -12,11 +12,11 @@ from experiments.models.mesh import parse_mesh
 from experiments.processes import processes
 from experiments.runs.config_file import load_config
 from experiments.runs.console import RunConsole
+from experiments.runs.ends import Interrupted
 from experiments.runs.folder import RunFolder, read_metrics
 from experiments.runs.identity import Identity, RunParts, identity_of
 from experiments.runs.run_writer import RunWriter
 from experiments.runs.signals import Signals, caught_signals
-from experiments.runs.stops import Interrupted
 from jaxlogp.errors import require
 
 
@@ -49,7 +49,7 @@ def run_to_end(
     except KeyboardInterrupt:
         sentence = f"SIGINT twice: stopped at once; {resume_hint(folder, setup.config)}"
         # No other process knows of it: they would wait for this one.
-        processes().end(128 + signal.SIGINT, sentence, caused_here=True)
+        processes().end(128 + signal.SIGINT, sentence, is_origin=True)
         raise Interrupted(signal.SIGINT, sentence) from None
 
 

@@ -8,7 +8,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from experiments.config import Config
-from experiments.experience.prompts import PromptOrder, answer_length, held_out_examples, longest_completion, sizes_for
+from experiments.experience.prompts import (
+    PromptStream,
+    answer_length,
+    held_out_examples,
+    length_limits,
+    longest_completion,
+)
 from experiments.learner.model_source import ModelSource, UserModel
 from experiments.loop.memory import require_room, training_bytes
 from experiments.loop.supervised import SupervisedFile
@@ -17,10 +23,10 @@ from experiments.models.lora import trained_part
 from experiments.models.mesh import MeshSpec, parse_mesh, require_devices
 from experiments.models.parameters import abstract_decoder
 from experiments.models.tokenizer import Tokenizer
-from experiments.options import refused_as
+from experiments.options import option_errors
 from experiments.runs.console import RunConsole
 from experiments.tasks import Completion, Example, Rewards, Task
-from experiments.tasks.protocol import prompt_text, right_only_as_written
+from experiments.tasks.protocol import exact_answers, prompt_text
 from experiments.tasks.rewards import CORRECT, RewardNotFinite
 from jaxlogp.errors import require
 
@@ -43,7 +49,7 @@ def print_start_report(
     mesh = parse_mesh(config.mesh)
     require_devices(mesh)
     if config.rollout.mesh is not None:
-        with refused_as("rollout"):
+        with option_errors("rollout"):
             require_devices(parse_mesh(config.rollout.mesh))
     facts = _rollout_facts if not isinstance(task, SupervisedFile) else _document_facts
     told = facts(config, task, model, rewards, console)
@@ -102,7 +108,7 @@ def _rollout_facts(
     long = check_answer_lengths(config, task, held_out, model.tokenizer, rewards)
     if config.source is None:
         # For its checks.
-        PromptOrder(task, config.seed, config.schedule.epochs)
+        PromptStream(task, config.seed, config.schedule.epochs)
     count, warm = task.num_examples("train"), config.warm_start.max_steps
     steps = f"{config.schedule.steps} of {_documents(config)} each, {_loss(config)}"
     examples = f"{'endless' if count is None else count} training examples"
@@ -119,7 +125,7 @@ def _rollout_facts(
 
 def _cache_slots(config: Config, task: Task, model: ModelSource, held_out: int) -> int:
     """Tokens in the larger cache, that of a rollout or of an evaluation of so many prompts."""
-    sizes = sizes_for(task, model.tokenizer, config.rollout, config.schedule, parse_mesh(config.mesh))
+    sizes = length_limits(task, model.tokenizer, config.rollout, config.schedule, parse_mesh(config.mesh))
     slots = config.rollout.prompts_per_rollout * (sizes.prompt + config.rollout.num_generations * sizes.completion)
     return max(slots, held_out * (sizes.prompt + sizes.completion))
 
@@ -219,7 +225,7 @@ def check_answer_lengths(
     long = sum(length >= room for length in lengths)
     if not long:
         return None
-    if right_only_as_written(task) and rewards is None and config.reward.functions == (CORRECT,):
+    if exact_answers(task) and rewards is None and config.reward.functions == (CORRECT,):
         # A completion without an end token is right too, but for this option no token of it is trained on.
         least = min(lengths) + config.rollout.mask_truncated
         require(least <= room, "--rollout.max-new-tokens", f"at least {least}, for the shortest answer", room)

@@ -13,7 +13,7 @@ from experiments.config import SUPERVISED, Config, ScheduleConfig
 from experiments.experience.conversations import Conversations, load_conversations
 from experiments.experience.experience import Policy
 from experiments.experience.limits import Limits
-from experiments.experience.prompts import Sizes, row_length_for, rows_for
+from experiments.experience.prompts import LengthLimits, row_length_for, rows_for
 from experiments.experience.scoring import Sample
 from experiments.loop.evaluation import HeldOutLoss
 from experiments.models.mesh import MeshSpec
@@ -55,12 +55,14 @@ class SupervisedFile:
             self._loaded = tokenizer, found
         return self._loaded[1]
 
-    def sizes(self, tokenizer: Tokenizer, schedule: ScheduleConfig, mesh: MeshSpec, leaf_rows: int | None) -> Sizes:
+    def sizes(
+        self, tokenizer: Tokenizer, schedule: ScheduleConfig, mesh: MeshSpec, leaf_rows: int | None
+    ) -> LengthLimits:
         documents = self.load(tokenizer).documents
         longest = max(document.tokens.size for split in documents.values() for document in split)
         row = row_length_for(longest, schedule, mesh, self.path)
         step = -(-(schedule.docs_per_step or 1) // mesh.ranks)
-        return Sizes(longest - 1, 1, row, schedule.rows or leaf_rows or rows_for(row, step))
+        return LengthLimits(longest - 1, 1, row, schedule.rows or leaf_rows or rows_for(row, step))
 
 
 def find_task(config: Config) -> "Task | SupervisedFile":

@@ -153,7 +153,7 @@ def split_rows(arrays: Any, mesh: Mesh) -> Any:
     return placed(padded, NamedSharding(mesh, P(row_axes(mesh))))
 
 
-def settled(result: Any, mesh: Mesh) -> Any:
+def wait_if_simulated(result: Any, mesh: Mesh) -> Any:
     """Waits for the results of a program with collectives over a mesh if its devices are simulated.
 
     Those share one pool of threads: the collectives of several programs in flight can wait for each other's threads until

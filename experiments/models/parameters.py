@@ -124,7 +124,7 @@ def _traced_decoder(config: DecoderConfig, mesh: jax.sharding.Mesh | None) -> tu
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightReader:
     """Tensors that are a decoder's parameters; raises ValueError if one is missing, has another shape, or is left over."""
 
     config: DecoderConfig

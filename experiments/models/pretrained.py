@@ -16,7 +16,7 @@ from experiments.models.huggingface.files import read_object
 from experiments.models.huggingface.tokenizer import PretrainedTokenizer, load_tokenizer
 from experiments.models.huggingface.weights import SafetensorsDirectory
 from experiments.models.packaged import located
-from experiments.models.parameters import GGUF, HUGGING_FACE, Weights
+from experiments.models.parameters import GGUF, HUGGING_FACE, WeightReader
 from jaxlogp.errors import require
 
 
@@ -29,14 +29,14 @@ class Pretrained:
     tokenizer: PretrainedTokenizer
     file: gguf.GgufFile | None = None
 
-    def weights(self) -> Weights:
+    def weights(self) -> WeightReader:
         """Opens the weights, and reads none yet; ValueError if files are missing or damaged, or have other tensors."""
         if self.file is not None:
-            return Weights(self.config, self.file, GGUF)
+            return WeightReader(self.config, self.file, GGUF)
         source = SafetensorsDirectory(self.path)
         if self.config.tie_embeddings:
             source.drop_copy("lm_head.weight", "model.embed_tokens.weight")
-        return Weights(self.config, source, HUGGING_FACE)
+        return WeightReader(self.config, source, HUGGING_FACE)
 
 
 def small_files(pretrained: Pretrained) -> dict[str, bytes]:

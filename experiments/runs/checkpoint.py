@@ -69,7 +69,7 @@ def restore(folder: Path, template: Any, step: int | None = None, *, whole: bool
     by number is never replaced. A `whole` template has every array of the step; of others, only its arrays are read.
     ValueError if there is no such step, or an array is not the template's.
     """
-    steps = processes().from_first("saved steps", lambda: numbered(folder))
+    steps = processes().from_first("saved steps", lambda: step_folders(folder))
     require(bool(steps), "checkpoints", f"at least one complete step in {folder}", "none")
     require(step is None or step in steps, "step", f"one of {steps} in {folder}", step)
     manifest, damaged = _newest_intact(folder, steps if step is None else [step])
@@ -109,7 +109,7 @@ class Checkpoints:
         one could not be written.
         """
         self.wait_until_finished()
-        latest = max(numbered(self.folder), default=None)
+        latest = max(step_folders(self.folder), default=None)
         require(latest is None or step > latest, "step", f"a step after {latest}, the newest saved one", step)
         values = exact_json(record, "record")
         self._copied.clear()
@@ -138,7 +138,7 @@ class Checkpoints:
     def quarantine_newer(self, restored: Restored) -> list[str]:
         """Moves the steps after the restored one to the quarantine, with the reasons; returns a sentence for each."""
         sentences, back = [], f"the run went back to step {restored.step}"
-        for newer in reversed([step for step in numbered(self.folder) if step > restored.step]):
+        for newer in reversed([step for step in step_folders(self.folder) if step > restored.step]):
             reason = restored.damaged.get(newer)
             sentence = f"checkpoint step {newer}: {back}" if reason is None else restored.damage(newer)
             sentences.append(f"{sentence}; moved to {self._quarantine(newer, reason or back)}")
@@ -154,8 +154,8 @@ class Checkpoints:
             saved = {path: over_processes(leaves.pop(path)) for path in forms}
             here.attempt("arrays of a checkpoint", lambda: write_arrays(fresh, saved, self._copied.set))
             files = here.from_first("files of a checkpoint", lambda: files_of_arrays(fresh))
-            mine = [files[number] for number in here.part_of(len(files))]
-            sealed = here.in_order(here.attempt("sha256 of files", lambda: seal_files(fresh, mine)))
+            mine = [files[number] for number in here.own_indices(len(files))]
+            sealed = here.interleave(here.attempt("sha256 of files", lambda: seal_files(fresh, mine)))
             manifest = {"step": step, "record": record, "leaves": forms, "files": dict(zip(files, sealed, strict=True))}
             here.attempt("a checkpoint", lambda: self._complete(fresh, place, manifest) if here.first else None)
         except OSError as error:
@@ -200,7 +200,7 @@ class Checkpoints:
         return place
 
 
-def numbered(folder: Path) -> list[int]:
+def step_folders(folder: Path) -> list[int]:
     """Everything under the name of a step, damaged ones included, in ascending order; nothing where there is no folder."""
     names = [] if kind_of(folder) == "nothing" else os.listdir(folder)
     return sorted(int(name) for name in names if STEP_NAME.fullmatch(name))
@@ -208,7 +208,7 @@ def numbered(folder: Path) -> list[int]:
 
 def complete_steps(folder: Path) -> list[int]:
     """Steps that are complete in a folder of checkpoints, in ascending order; a save in progress is not among them."""
-    return [step for step in numbered(folder) if kind_of(folder / str(step)) == "folder"]
+    return [step for step in step_folders(folder) if kind_of(folder / str(step)) == "folder"]
 
 
 def restore_template(arrays: Any, mesh: jax.sharding.Mesh) -> Any:
@@ -240,7 +240,7 @@ def _checked(folder: Path, step: int) -> Manifest | str:
     try:
         manifest = read_manifest(folder, step)
         files = sorted(manifest.files.items())
-        compare_files(folder, dict(files[number] for number in here.part_of(len(files))))
+        compare_files(folder, dict(files[number] for number in here.own_indices(len(files))))
     except (ValueError, OSError) as reason:
         # It may quote names from the folder.
         damage = " ".join(str(reason).splitlines())

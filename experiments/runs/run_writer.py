@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from experiments.processes import processes
-from experiments.runs.checkpoint import Checkpoints, Restored, numbered, restore
+from experiments.runs.checkpoint import Checkpoints, Restored, restore, step_folders
 from experiments.runs.files import kind_of
 from experiments.runs.folder import MetricsWriter, RunFolder
 from experiments.runs.identity import Identity, compared
@@ -53,7 +53,7 @@ class RunWriter:
     @property
     def begun(self) -> bool:
         """Whether there is a checkpoint, damaged or not."""
-        return bool(numbered(self._checkpoints.folder))
+        return bool(step_folders(self._checkpoints.folder))
 
     def enter(self, checkpoints: Path) -> None:
         """From now on checkpoints are those of another folder, which is made if missing. A save in progress goes on."""

@@ -10,7 +10,7 @@ from types import FrameType
 import jax
 
 from experiments.processes import processes
-from experiments.runs.stops import Interrupted
+from experiments.runs.ends import Interrupted
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
@@ -52,7 +52,7 @@ def caught_signals() -> Generator[Signals, None, None]:
         failed = " ".join(str(error).split())[:200]
         sentence = f"{signals.received.name}: the step in progress is lost ({failed}); --resume repeats it"
         # The others would wait for this process.
-        processes().end(128 + signals.received, sentence, caused_here=True)
+        processes().end(128 + signals.received, sentence, is_origin=True)
         raise Interrupted(signals.received, sentence) from error
     finally:
         for number, handler in before.items():

@@ -138,7 +138,7 @@ class SamplerPolicy:
         def stops(numbers: range) -> list[int | None]:
             return [stopped_at(self.tokenizer, rows[number].tolist(), stop) for number in numbers]
 
-        return processes().each_its_part("stop texts", len(rows), stops)
+        return processes().split_map("stop texts", len(rows), stops)
 
     def _generation(self, samples: Samples, row: int, end: int, stop: int | None) -> Generation:
         """Returns what was drawn in a row, up to the token that completes a stop text."""

@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from experiments.models.ahead import compiled_ahead
+from experiments.models.compiled_program import compile_program
 from experiments.models.mesh import split_rows
 from experiments.models.placement import bytes_a_device, whole_on_host
 from experiments.sampling.sample_token import CompletionRule, keys_of_rows
@@ -29,7 +29,7 @@ class RecomputeSampler(Sampler):
     def memory(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> int | None:
         rows = self._placed(np.zeros((prompts, tokens), np.int32), np.ones(prompts, np.int32), copies)
         state, copied = self._model.shapes(params)
-        program = compiled_ahead(self._run, state, *rows, jax.random.key(0), copies)
+        program = compile_program(self._run, state, *rows, jax.random.key(0), copies)
         beside = program.bytes_beside(bytes_a_device(state))
         return None if beside is None else beside + copied
 

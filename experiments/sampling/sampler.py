@@ -24,8 +24,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from experiments.models.ahead import compiled_ahead, largest
 from experiments.models.attention import KVCache, rows_of_ranks
+from experiments.models.compiled_program import compile_program, largest
 from experiments.models.mesh import num_ranks, row_axes, split_rows
 from experiments.models.placement import bytes_a_device, placed, whole_on_host
 from experiments.sampling.sample_token import CompletionRule, keys_of_rows
@@ -140,11 +140,11 @@ class DecoderSampler(Sampler):
         graph, mesh = self._model.graph, self._model.mesh
         state, copied = self._model.shapes(params)
         given = split_rows((np.zeros((prompts, tokens), np.int32), np.ones(prompts, np.int32)), mesh)
-        prefill = compiled_ahead(_prefill, graph, self._rule, copies, state, *given, jax.random.key(0))
+        prefill = compile_program(_prefill, graph, self._rule, copies, state, *given, jax.random.key(0))
         ranks = num_ranks(mesh)
         rows = len(prefill.results.done) // ranks
         size = self._sizes(rows)[0]
-        decode = compiled_ahead(_decode, graph, self._rule, size, ranks, state, prefill.results)
+        decode = compile_program(_decode, graph, self._rule, size, ranks, state, prefill.results)
         # While rows leave, those that stay are there twice.
         twice = bytes_a_device(prefill.results) * (rows + size) // rows
         need = largest(twice, *(program.bytes_beside(bytes_a_device(state)) for program in (prefill, decode)))

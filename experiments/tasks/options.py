@@ -6,7 +6,7 @@ from typing import Annotated
 import numpy as np
 from jaxtyping import Float
 
-from experiments.options import AtLeast, OneOf, refused_as
+from experiments.options import AtLeast, OneOf, option_errors
 from experiments.tasks.jsonl import JsonlFormat
 from experiments.tasks.prompted import PromptedTask
 from experiments.tasks.protocol import Task
@@ -35,7 +35,7 @@ class DataConfig(JsonlFormat):
         """
         return self._asked(make_task(spec, seed=seed, form=self))
 
-    def own_task(self, task: Task) -> Task:
+    def user_task(self, task: Task) -> Task:
         """Returns a task from Python, asked as these options say.
 
         Raises:
@@ -47,7 +47,7 @@ class DataConfig(JsonlFormat):
     def _asked(self, task: Task) -> Task:
         if self.system is None and self.instruction is None and not self.extract:
             return task
-        with refused_as("data"):
+        with option_errors("data"):
             return PromptedTask(task, self.system, self.instruction, self.extract)
 
 

@@ -7,7 +7,7 @@ model, which writes sentences around them.
 from dataclasses import dataclass, replace
 
 from experiments.tasks.extraction import RULES, extract_answer
-from experiments.tasks.protocol import Example, Message, Prompt, Split, Task, data_digest, right_only_as_written
+from experiments.tasks.protocol import Example, Message, Prompt, Split, Task, data_digest, exact_answers
 from jaxlogp.errors import require
 
 SEPARATOR = "\n\n"
@@ -56,7 +56,7 @@ class PromptedTask:
     @property
     def exact(self) -> bool:
         # Where an answer is looked for in a completion, more stands around it.
-        return right_only_as_written(self.task)
+        return exact_answers(self.task)
 
     def num_examples(self, split: Split) -> int | None:
         return self.task.num_examples(split)

@@ -97,7 +97,7 @@ def data_digest(task: Task) -> str | None:
     return getattr(task, "digest", None)
 
 
-def right_only_as_written(task: Task) -> bool:
+def exact_answers(task: Task) -> bool:
     """Whether no completion is right but the answer's own text: a task's attribute ``exact``, False where it has none."""
     return getattr(task, "exact", False)
 

@@ -19,8 +19,8 @@ from experiments.config import CheckpointConfig, Config
 from experiments.options import flat_fields, option_name
 from experiments.processes import Processes
 from experiments.runs.console import RunConsole
+from experiments.runs.ends import AlreadyFinished, GuardAbort, Interrupted
 from experiments.runs.signals import caught_signals
-from experiments.runs.stops import GuardAbort, Interrupted, NothingToDo
 from tests.experiments.tiny_directory import write_tiny_directory
 
 ROOT = Path(__file__).parents[2]
@@ -108,7 +108,7 @@ FROM_ELSEWHERE = ("a process that has gone", "a bug of JAX")
 @pytest.mark.parametrize("name", ["a bug", "a full disk", "no memory of a device", *FROM_ELSEWHERE])
 def test_what_may_come_from_another_process_is_not_told_as_this_ones_fault(name, capsys, monkeypatch):
     told = []
-    monkeypatch.setattr(Processes, "end", lambda here, code, sentence, *, caused_here: told.append(caused_here))
+    monkeypatch.setattr(Processes, "end", lambda here, code, sentence, *, is_origin: told.append(is_origin))
     end(ENDS[name][0])
     assert told == [name not in FROM_ELSEWHERE]
 
@@ -249,7 +249,7 @@ for name, arguments in {commands}.items():
 
 
 def test_nothing_to_do_is_no_error(capsys):
-    assert end(NothingToDo("it has ended")) == 0
+    assert end(AlreadyFinished("it has ended")) == 0
     assert capsys.readouterr() == ("it has ended\n", "")
 
 

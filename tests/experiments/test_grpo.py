@@ -17,8 +17,8 @@ from experiments.loop.loop import take_step
 from experiments.loop.resume import resume
 from experiments.loop.run import set_up, train
 from experiments.runs.config_file import load_config
+from experiments.runs.ends import Interrupted
 from experiments.runs.lock import RunLock
-from experiments.runs.stops import Interrupted
 from tests.experiments.tiny import tiny, train_records
 
 # Metrics that are times or depend on the number of data ranks, not on the numbers of the run.

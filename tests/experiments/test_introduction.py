@@ -26,7 +26,7 @@ from experiments.models.tokenizer import tokenizer_for
 from experiments.sampling.options import SamplingOptions
 from experiments.tasks import make_task
 from experiments.tasks.arithmetic import Addition
-from experiments.tasks.protocol import right_only_as_written
+from experiments.tasks.protocol import exact_answers
 from experiments.tasks.rewards import rewards_of
 
 
@@ -109,7 +109,7 @@ def test_answers_are_no_reason_to_refuse_where_something_else_is_rewarded_or_rig
         number = len(held_out) + (task.num_examples("train") or 0)
         assert said is not None and f"too few for {number} of {number} answers" in said
     without = [replace(each, answer="") for each in held_out]
-    assert not right_only_as_written(make_task("word_problems:2")), "a number is right without the work"
+    assert not exact_answers(make_task("word_problems:2")), "a number is right without the work"
     own = SimpleNamespace(num_examples=lambda split: None)
     assert check_answer_lengths(config, own, without, tokenizer_for(task.alphabet), None) is None
 

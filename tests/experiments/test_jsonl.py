@@ -186,4 +186,4 @@ def test_refuses_options(tmp_path, data, words):
 def test_options_of_files_are_refused_with_a_task_of_ones_own():
     words = "^--data.answer-key: expected no value with a task other than jsonl:PATH, got solution"
     with pytest.raises(ValueError, match=words):
-        DataConfig(answer_key="solution").own_task(make_task("addition"))
+        DataConfig(answer_key="solution").user_task(make_task("addition"))

@@ -39,6 +39,6 @@ def test_what_ranks_add_up_in_shares_has_the_bits_of_a_sum_of_whole_leaves(spec)
     for share, tree in zip(shares[1:], trees[1:], strict=True):
         total, wanted = jax.tree.map(operator.add, (total, wanted), (share, tree))
     found = exchange.whole(total)
-    assert {leaf.device for leaf in jax.tree.leaves(found)} == {ranks.home}
+    assert {leaf.device for leaf in jax.tree.leaves(found)} == {ranks.state_device}
     for name, value in wanted.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name, strict=True)

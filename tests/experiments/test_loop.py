@@ -11,7 +11,7 @@ import pytest
 
 from experiments.config import Config
 from experiments.experience.experience import Experience
-from experiments.experience.prompts import Sizes
+from experiments.experience.prompts import LengthLimits
 from experiments.learner.learner import StepResult
 from experiments.learner.packing import Packing
 from experiments.loop import loop, session
@@ -25,9 +25,9 @@ from experiments.runs import checkpoint
 from experiments.runs.checkpoint import complete_steps
 from experiments.runs.config_file import save_config
 from experiments.runs.console import RunConsole
+from experiments.runs.ends import GuardAbort, Interrupted
 from experiments.runs.folder import RunFolder, read_metrics
 from experiments.runs.signals import caught_signals
-from experiments.runs.stops import GuardAbort, Interrupted
 from experiments.tasks.rewards import RewardFailed, RewardNotFinite
 from jaxlogp import Document
 from tests.experiments.tiny import contents, tiny
@@ -102,7 +102,7 @@ class Run:
         self.source = self.evaluation = self
         self.mesh, self.tokenizer = make_mesh(parse_mesh("")), None
         self.attention = AttentionRun("none", "nothing attends")
-        self.sizes = Sizes(1, 1, 2, 1)
+        self.sizes = LengthLimits(1, 1, 2, 1)
 
     def now(self, moment):
         self.at.pop(self.prefix + moment, lambda: None)()

@@ -18,7 +18,7 @@ from experiments.loop import memory
 from experiments.loop.assemble import assemble
 from experiments.loop.loop import Progress
 from experiments.loop.memory import MemoryNeed, memory_need, peak_bytes, say_memory
-from experiments.models.ahead import compiled_ahead
+from experiments.models.compiled_program import compile_program
 from experiments.models.mesh import make_mesh, parse_mesh
 from experiments.models.placement import bytes_a_device
 from experiments.models.sharding import place_parameters
@@ -149,7 +149,7 @@ def test_a_warm_start_has_an_optimizer_and_micro_batches_of_its_own():
 
 def test_the_batch_of_a_program_is_asked_for_by_its_types_and_places():
     function = jax.jit(lambda x: {"sum": x.sum(), "same": x})
-    made = compiled_ahead(function, np.ones((2, 3), np.float32))
+    made = compile_program(function, np.ones((2, 3), np.float32))
     assert {name: (x.shape, x.dtype.name) for name, x in made.results.items()} == {
         "sum": ((), "float32"),
         "same": ((2, 3), "float32"),

@@ -21,7 +21,7 @@ from experiments.experience.own_source import OwnSource, SourceFailed, find_sour
 from experiments.experience.stored import write_documents
 from experiments.loop.resume import resume
 from experiments.loop.run import train
-from experiments.runs.stops import GuardAbort
+from experiments.runs.ends import GuardAbort
 from jaxlogp import Document
 from tests.experiments.tiny import tiny, train_records
 

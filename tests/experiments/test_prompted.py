@@ -7,7 +7,7 @@ import types
 import pytest
 
 from experiments.config import DataConfig, RolloutConfig, ScheduleConfig
-from experiments.experience.prompts import PromptOrder, encode, encode_prompt, longest_prompt, sizes_for
+from experiments.experience.prompts import PromptStream, encode, encode_prompt, length_limits, longest_prompt
 from experiments.models.mesh import MeshSpec
 from experiments.models.tokenizer import ByteTokenizer, tokenizer_for
 from experiments.tasks import Message, make_task
@@ -41,7 +41,7 @@ def shown(tokenizer, prompt):
 
 
 def sizes_of(task, tokenizer, **rollout):
-    return sizes_for(task, tokenizer, RolloutConfig(**rollout), ScheduleConfig(), mesh=MeshSpec())
+    return length_limits(task, tokenizer, RolloutConfig(**rollout), ScheduleConfig(), mesh=MeshSpec())
 
 
 def test_an_instruction_stands_behind_every_prompt_and_the_split_stays():
@@ -172,13 +172,13 @@ class Eight:
 
 
 def test_every_pass_has_its_own_order_and_a_cursor_goes_on_in_it():
-    taken = PromptOrder(Eight(), 0, 3).take(30)
+    taken = PromptStream(Eight(), 0, 3).take(30)
     passes = [taken[:8], taken[8:16], taken[16:]]
     assert [sorted(each) for each in passes] == [list(range(8))] * 3 and len({tuple(each) for each in passes}) == 3
     # Other numbers would change the order of runs that are resumed.
     assert passes[0] == [0, 3, 7, 5, 1, 2, 6, 4] and passes[1] == [3, 7, 4, 2, 1, 6, 5, 0]
-    assert PromptOrder(Eight(), 7, None).take(8) == [4, 3, 6, 2, 1, 0, 5, 7]
+    assert PromptStream(Eight(), 7, None).take(8) == [4, 3, 6, 2, 1, 0, 5, 7]
     for cursor in (3, 8, 17):
-        resumed = PromptOrder(Eight(), 0, 3)
+        resumed = PromptStream(Eight(), 0, 3)
         resumed.cursor = cursor
         assert resumed.take(5) + resumed.take(30) == taken[cursor:] and resumed.take(1) == []

@@ -17,9 +17,9 @@ from experiments.loop.run import set_up, train
 from experiments.loop.run_parts import require_same_parts
 from experiments.options import flat_fields, typed_options
 from experiments.runs.config_file import load_config, read_config, save_config, write_json
+from experiments.runs.ends import AlreadyFinished
 from experiments.runs.folder import RunFolder
 from experiments.runs.identity import RunParts
-from experiments.runs.stops import NothingToDo
 from experiments.tasks import make_task
 from experiments.tasks.protocol import data_digest
 from tests.experiments.tiny import tiny
@@ -130,7 +130,7 @@ def test_a_plain_resume_leaves_the_options_alone(folder):
 def test_a_finished_run_has_nothing_to_do(folder, step, changes, exhausted, words):
     finish(folder, step, exhausted=exhausted)
     before = folder.summary.read_bytes(), folder.config.read_bytes()
-    with pytest.raises(NothingToDo, match=f"nothing to do: {folder.path} {words}"):
+    with pytest.raises(AlreadyFinished, match=f"nothing to do: {folder.path} {words}"):
         resumption(folder, **changes).check(*at(step))
     assert (folder.summary.read_bytes(), folder.config.read_bytes()) == before
 
@@ -152,7 +152,7 @@ def test_a_run_that_was_killed_before_its_summary_is_finished(folder, summary):
 
 def test_nothing_to_do_is_exit_code_0_and_no_error(folder, capsys, monkeypatch):
     def finish():
-        raise NothingToDo("nothing to do: it has ended")
+        raise AlreadyFinished("nothing to do: it has ended")
 
     monkeypatch.setattr(grpo, "set_up_resume", lambda path, typed: SimpleNamespace(finish=finish))
     with pytest.raises(SystemExit) as stopped:

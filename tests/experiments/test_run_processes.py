@@ -82,7 +82,7 @@ def test_one_process_has_nobody_to_ask():
     here = processes()
     assert (here.index, here.count, here.first) == (0, 1, True)
     assert Processes().gather("x", [1]) == [[1]]
-    Processes().end(1, "a fault", caused_here=True)
+    Processes().end(1, "a fault", is_origin=True)
     Processes().watch()
 
 
@@ -146,7 +146,7 @@ def test_a_slow_process_is_named_once(three, monkeypatch):
 
 def test_all_end_with_the_reason_and_the_code_of_the_first_that_failed(three):
     store, here, said = three
-    ends = in_each(here[1:2], lambda each: each.end(3, "/x: No space left on device", caused_here=True))
+    ends = in_each(here[1:2], lambda each: each.end(3, "/x: No space left on device", is_origin=True))
     assert [error.args for error in ends] == [(3,)] and json.loads(store.values[FAILURE])[0] == 1
     # Those that wait in a collective are ended by their threads.
     assert in_each(here[:1] + here[2:], lambda each: each._watch())[1].args == (3,)
@@ -162,7 +162,7 @@ def test_a_process_at_fault_stays_until_the_others_leave(three, monkeypatch):
 
     def fail(each):
         if each.index == 1:
-            each.end(1, "a bug", caused_here=True)
+            each.end(1, "a bug", is_origin=True)
         assert order == [] and not threading.Event().wait(0.2) and order == []
         each._watch()
 
@@ -171,15 +171,15 @@ def test_a_process_at_fault_stays_until_the_others_leave(three, monkeypatch):
 
 def test_a_broken_connection_is_no_reason_while_there_is_one(three):
     _, here, said = three
-    in_each(here[2:], lambda each: each.end(1, "a bug", caused_here=True))
-    (end,) = in_each(here[:1], lambda each: each.end(1, "JaxRuntimeError: Connection reset", caused_here=False))
+    in_each(here[2:], lambda each: each.end(1, "a bug", is_origin=True))
+    (end,) = in_each(here[:1], lambda each: each.end(1, "JaxRuntimeError: Connection reset", is_origin=False))
     assert end.args == (1,)
     assert said[0] == "error: process 2: a bug" and said[-1] == "error: process 2 ended: a bug" and len(said) == 3
 
 
 def test_the_same_refusal_everywhere_is_printed_once(three):
     _, here, said = three
-    ends = in_each(here, lambda each: each.end(2, "--seed: expected …", caused_here=True))
+    ends = in_each(here, lambda each: each.end(2, "--seed: expected …", is_origin=True))
     assert [error.args for error in ends] == [(2,)] * 3 and len(said) == 1
 
 
@@ -187,7 +187,7 @@ def test_a_process_that_ends_by_itself_is_not_ended_by_its_thread(three):
     _, here, said = three
     here[0]._ending.set()
     here[0]._watch()
-    in_each(here[1:2], lambda each: each.end(1, "a bug", caused_here=True))
+    in_each(here[1:2], lambda each: each.end(1, "a bug", is_origin=True))
     here[0]._watch()
     assert said == ["error: process 1: a bug"]
 

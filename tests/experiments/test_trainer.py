@@ -12,7 +12,7 @@ import pytest
 
 from experiments import Config, train
 from experiments.config import LossConfig, ModelConfig
-from experiments.experience.prompts import sizes_for
+from experiments.experience.prompts import length_limits
 from experiments.invariant import leaf_sampler
 from experiments.learner.backend import StepGradient
 from experiments.learner.optimizers import Optimizer, adamw
@@ -257,16 +257,16 @@ def test_a_slower_head_on_a_gpu_is_said_with_what_to_do(monkeypatch):
 def test_rows_that_are_not_given_cut_a_step_into_equal_micro_batches():
     config, task = Config(), make_task("addition")
     tokenizer = tokenizer_for(task.alphabet)
-    sizes = sizes_for(task, tokenizer, config.rollout, config.schedule, mesh=MeshSpec())
+    sizes = length_limits(task, tokenizer, config.rollout, config.schedule, mesh=MeshSpec())
     # 512 documents of at most 11 tokens: six micro-batches of 86 rows, four rows too many.
     assert (sizes.row, sizes.rows) == (11, 86)
-    assert sizes_for(task, tokenizer, config.rollout, config.schedule, mesh=MeshSpec(data=4)).rows == 64
-    assert sizes_for(task, tokenizer, config.rollout, config.schedule, mesh=MeshSpec(), leaf_rows=8).rows == 8
+    assert length_limits(task, tokenizer, config.rollout, config.schedule, mesh=MeshSpec(data=4)).rows == 64
+    assert length_limits(task, tokenizer, config.rollout, config.schedule, mesh=MeshSpec(), leaf_rows=8).rows == 8
     whole, rollout = (
         replace(config.schedule, docs_per_step=0),
         replace(config.rollout, prompts_per_rollout=10, num_generations=10),
     )
-    assert sizes_for(task, tokenizer, rollout, whole, mesh=MeshSpec()).rows == 50
+    assert length_limits(task, tokenizer, rollout, whole, mesh=MeshSpec()).rows == 50
 
 
 def test_the_example_of_a_reward_of_ones_own(tmp_path):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from experiments.config import RewardConfig, RolloutConfig
-from experiments.experience.counts import RolloutCounts
-from experiments.experience.prompts import PromptOrder
+from experiments.experience.prompts import PromptStream
+from experiments.experience.rollout_metrics import RolloutMetrics
 from experiments.experience.rollouts import Rollouts
 from experiments.experience.scoring import score, to_completion, to_samples
 from experiments.models.tokenizer import tokenizer_for
@@ -34,7 +34,7 @@ REWARDS = Rewards(
 
 def rollouts(advantages="centred", reward=None, **options):
     config = RolloutConfig(prompts_per_rollout=2, num_generations=4, **options)
-    return Rollouts(PromptOrder(TASK, 0, None), REWARDS, config, SamplingOptions(3), 5, advantages, reward)
+    return Rollouts(PromptStream(TASK, 0, None), REWARDS, config, SamplingOptions(3), 5, advantages, reward)
 
 
 def test_a_completion_knows_whether_it_ended():
@@ -117,7 +117,7 @@ def test_a_kl_that_fp32_does_not_hold_is_bounded():
 
 def test_rollouts_are_counted():
     made = rollouts()
-    assert RolloutCounts().metrics() == {}
+    assert RolloutMetrics().metrics() == {}
     first = made.next(POLICY).counts
     once, twice = first.metrics(), (first + made.next(POLICY).counts).metrics()
     wanted = {"degenerate_groups": 0.0, "truncated_share": 0.25, "completion_length_mean": 2.5}

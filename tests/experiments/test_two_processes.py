@@ -20,12 +20,12 @@ DOCUMENTS = 18
 PROBLEMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
 NOT_FINITE = f"""
 import jax
-from experiments.learner.packing import Round
-micro_batch = Round.micro_batch
+from experiments.learner.packing import GlobalMicroBatch
+micro_batch = GlobalMicroBatch.micro_batch
 def of_own_rank(self, rank):
     assert jax.process_count() == 1 or rank == jax.process_index(), "a process packs for its own devices"
     return micro_batch(self, rank)
-Round.micro_batch = of_own_rank
+GlobalMicroBatch.micro_batch = of_own_rank
 from experiments.tasks.rewards import RewardNotFinite, Rewards
 from experiments.experience.rollouts import Rollouts
 parts, make = Rewards.parts, Rollouts.__init__

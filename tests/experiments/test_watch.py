@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from experiments.config import GuardsConfig, RolloutConfig
-from experiments.experience.counts import RolloutCounts
-from experiments.experience.prompts import PromptOrder, fits_completion
+from experiments.experience.prompts import PromptStream, fits_completion
+from experiments.experience.rollout_metrics import RolloutMetrics
 from experiments.experience.rollouts import Rollouts
 from experiments.loop import alerts
 from experiments.loop.alerts import WINDOW, StepMonitor, over_median, with_norm
@@ -24,7 +24,7 @@ PROMPTS, COPIES = 4, 2
 def rollouts(reward=lambda example, completion: 0.0, *, longest=3, epochs=None, task=TASK, **options):
     config = RolloutConfig(prompts_per_rollout=PROMPTS, num_generations=COPIES, **options)
     rewards = Rewards((RewardTerm("odd", reward),))
-    return Rollouts(PromptOrder(task, 0, epochs), rewards, config, SamplingOptions(longest), 5, "centred")
+    return Rollouts(PromptStream(task, 0, epochs), rewards, config, SamplingOptions(longest), 5, "centred")
 
 
 def warnings_of(made, steps, policy=POLICY):
@@ -52,12 +52,12 @@ def test_one_group_with_a_difference_is_enough():
 
 
 def test_many_truncated_completions_are_warned_of_at_once_and_then_less_often():
-    counts = RolloutCounts(groups=2, completions=10, truncated=3)
+    counts = RolloutMetrics(groups=2, completions=10, truncated=3)
     watch = StepMonitor(GuardsConfig(), 7)
     warned = {step: watch.warnings(step, {}, counts) for step in range(1, 6)}
     assert [step for step, found in warned.items() if found] == [1, 2, 4]
     assert warned[1] == ["step 1: 3 of 10 completions were truncated at 7 tokens; raise --rollout.max-new-tokens"]
-    assert StepMonitor(GuardsConfig(), 7).warnings(1, {}, RolloutCounts(groups=2, completions=10, truncated=2)) == []
+    assert StepMonitor(GuardsConfig(), 7).warnings(1, {}, RolloutMetrics(groups=2, completions=10, truncated=2)) == []
 
 
 CAUSES = {
@@ -96,7 +96,7 @@ def test_a_spike_is_a_multiple_of_the_median_before_it():
     for step, norm in enumerate([*[1.0, 2.0, 3.0] * 4, 21.0, float("nan"), 2.0], start=1):
         values = {"grad_norm": norm, "grad_norm_over_median": over_median(norms, norm)}
         norms = with_norm(norms, norm)
-        found += watch.warnings(step, values, RolloutCounts())
+        found += watch.warnings(step, values, RolloutMetrics())
         assert (values["grad_norm_over_median"] is None) == (step <= 8 or step == 14)
     assert found == ["step 13: gradient norm 21, 10.5 times the median of the norms before it"]
     for norm in range(100):
@@ -130,7 +130,7 @@ def test_further_prompts_take_the_place_of_groups_without_a_difference():
     assert made.state() == {"rollouts": 2, "cursor": 8}, "all that a resume needs"
     assert values["degenerate_groups"] == 4 / 8 and values["resampled_rollouts"] == 1
     assert values["filled_groups"] == values["unused_groups"] == 0
-    assert "resampled_rollouts" not in RolloutCounts(groups=1, completions=1).metrics()
+    assert "resampled_rollouts" not in RolloutMetrics(groups=1, completions=1).metrics()
 
 
 def test_what_is_drawn_beyond_the_number_is_counted():

@@ -15,7 +15,7 @@ NARROW = 0.9
 
 
 @dataclass(frozen=True)
-class RolloutCounts:
+class RolloutMetrics:
     """Sums over rollouts, divided once by `metrics`; of all groups that were drawn, also those not trained on.
 
     Attributes:
@@ -61,7 +61,7 @@ class RolloutCounts:
         empty: Bool[np.ndarray, " N"],
         degenerate: Bool[np.ndarray, " groups"],
         unfit: int,
-    ) -> "RolloutCounts":
+    ) -> "RolloutMetrics":
         """Returns the counts of one draw; `names` are those of the reward functions."""
         supports = [each.support for each in drawn if each.support is not None]
         masses = np.concatenate([np.zeros(0), *(each.mass for each in drawn if each.mass is not None)])
@@ -82,7 +82,7 @@ class RolloutCounts:
             rewards=dict(zip(names, scored.parts.sum(axis=0, dtype=np.float64).tolist(), strict=True)),
         )
 
-    def __add__(self, other: "RolloutCounts") -> "RolloutCounts":
+    def __add__(self, other: "RolloutMetrics") -> "RolloutMetrics":
         added = {each.name: getattr(self, each.name) for each in fields(self)}
         for name, mine in added.items():
             theirs = getattr(other, name)
@@ -94,7 +94,7 @@ class RolloutCounts:
                 added[name] = theirs if mine is None else mine
             else:
                 added[name] = mine + theirs
-        return RolloutCounts(**added)
+        return RolloutMetrics(**added)
 
     def metrics(self) -> dict[str, float]:
         """Returns shares and means by name; none without a rollout."""
@@ -116,7 +116,7 @@ class RolloutCounts:
             **{f"reward/{name}": total / self.completions for name, total in self.rewards.items()},
         }
 
-    def sameness(self, max_new_tokens: int) -> str:
+    def why_no_signal(self, max_new_tokens: int) -> str:
         reward = (
             f"every reward is {self.lowest:g}" if self.lowest == self.highest else "within each group rewards are equal"
         )

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 
 
-class Ahead(NamedTuple):
+class CompiledProgram(NamedTuple):
     """A program that was compiled before its first call, with the shapes, dtypes and places of what it returns."""
 
     compiled: jax.stages.Compiled
@@ -26,7 +26,7 @@ def largest(*needs: int | None) -> int | None:
     return max(known) if len(known) == len(needs) else None
 
 
-def compiled_ahead(function: Any, *operands: Any) -> Ahead:
+def compile_program(function: Any, *operands: Any) -> CompiledProgram:
     """Compiles a jitted function for operands, or shapes with places; calls with such operands find this program again."""
     traced = function.trace(*operands)
     compiled = traced.lower().compile()
@@ -34,4 +34,4 @@ def compiled_ahead(function: Any, *operands: Any) -> Ahead:
     def placed(x: Any, place: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place, weak_type=x.weak_type)
 
-    return Ahead(compiled, jax.tree.map(placed, traced.out_info, compiled.output_shardings))
+    return CompiledProgram(compiled, jax.tree.map(placed, traced.out_info, compiled.output_shardings))

@@ -13,25 +13,25 @@ class ExitCode(IntEnum):
     GUARD = 4
 
 
-class Stopped(Exception):
+class RunEnded(Exception):
     """A run that ended early in an orderly way; the message is one sentence that says what was kept."""
 
     exit_code: int
 
 
-class NothingToDo(Stopped):
+class AlreadyFinished(RunEnded):
     """A run that had finished before."""
 
     exit_code = 0
 
 
-class GuardAbort(Stopped):
+class GuardAbort(RunEnded):
     """Numbers that cannot be trained on, in too many steps in a row."""
 
     exit_code = ExitCode.GUARD
 
 
-class Interrupted(Stopped):
+class Interrupted(RunEnded):
     """A signal, answered at the end of a step."""
 
     def __init__(self, number: signal.Signals, message: str) -> None:
