@@ -29,13 +29,15 @@ class Engine(Protocol):
         reduces_gradients: whether the engine sums gradients over mesh axes itself; its operands then keep their types.
         masks_hidden: whether the engine itself keeps hidden states of masked tokens, which may be NaN, out of every
             product and gives them gradients of exactly 0. If False, they are passed in as zeros.
-        takes_support: whether the engine computes log-probs on ``call.support``, and those alone.
+        takes_support: whether the engine computes log-probs on ``call.support``.
+        needs_support: whether it computes those alone.
     """
 
     name: ClassVar[str]
     reduces_gradients: ClassVar[bool] = False
     masks_hidden: ClassVar[bool] = False
     takes_support: ClassVar[bool] = False
+    needs_support: ClassVar[bool] = False
 
     def why_not(self, call: HeadCall) -> str | None:
         """Returns why this engine cannot take a call on this device, or None. Reads only shapes and dtypes of operands."""

@@ -74,18 +74,18 @@ def limbs(x: Float[Array, "*shape"]) -> tuple[Int[Array, "*shape"], ...]:
     return tuple(pieces)
 
 
-def from_limbs(sums: Int[Array, "3 tokens"]) -> Float[Array, " tokens"]:
+def from_limbs(sums: Int[Array, "3 ..."]) -> Float[Array, "..."]:
     """The number that sums of limbs represent, in fp32."""
     # From the magnitude, as a carry into a negative limb would cancel; the sign is that of all limbs together.
-    negative = _carried(sums)[0] < 0
-    whole, middle, low = _carried(jnp.where(negative, -sums, sums))
+    negative = carried(sums)[0] < 0
+    whole, middle, low = carried(jnp.where(negative, -sums, sums))
     # Products with powers of two are exact, so contracting them with the additions changes nothing.
     small = middle.astype(jnp.float32) * 2.0**-LIMB_BITS + low.astype(jnp.float32) * 2.0 ** (-2 * LIMB_BITS)
     value = whole.astype(jnp.float32) + small
     return jnp.where(negative, -value, value)
 
 
-def _carried(sums: Int[Array, "3 tokens"]) -> tuple[Array, Array, Array]:
+def carried(sums: Int[Array, "3 ..."]) -> tuple[Array, Array, Array]:
     """The same number, with the two lower limbs in [0, 2^18)."""
     whole, middle, low = sums
     middle = middle + (low >> LIMB_BITS)

@@ -132,8 +132,10 @@ def choose_engine(engine: EngineChoice, call: HeadCall) -> tuple[Engine, str]:
 
 
 def _why_not(engine: Engine, call: HeadCall) -> str | None:
-    if engine.takes_support != (call.support is not None):
-        return "one without support" if engine.takes_support else "one on a support (engine='auto' takes it)"
+    if call.support is None and engine.needs_support:
+        return "one without support"
+    if call.support is not None and not engine.takes_support:
+        return "one on a support (engine='auto' takes it)"
     if call.split is not None and engine.reduces_gradients:
         return "it sums gradients over mesh axes in its own order, so it takes no sequence_dim"
     return engine.why_not(call)

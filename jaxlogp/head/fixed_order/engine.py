@@ -31,6 +31,7 @@ from jaxlogp.head.fixed_order.nodes import (
     sum_nodes,
     why_not_shards,
 )
+from jaxlogp.head.fixed_order.on_support import Kept, OnSupport
 from jaxlogp.head.fixed_order.plan import Operands, Plan, Tile, product_gradient
 from jaxlogp.head.fixed_order.stats import live_tokens, logit_gradient, tile_statistics
 from jaxlogp.head.fold import finish_sums, sum_shards, sum_tiles
@@ -53,6 +54,7 @@ class FixedOrderEngine(Engine):
     name = "fixed_order"
     reduces_gradients = True
     masks_hidden = True
+    takes_support = True
 
     def why_not(self, call: HeadCall) -> str | None:
         """Refuses operands or shards that do not match the order, and gradients that need a float psum."""
@@ -71,20 +73,25 @@ class FixedOrderEngine(Engine):
         """Returns shards that own whole granules."""
         return self.order.shards(vocab_size, num_shards)
 
-    def forward(self, call: HeadCall) -> tuple[TokenLogProbs, Normaliser]:
+    def forward(self, call: HeadCall) -> tuple[TokenLogProbs, Normaliser | Kept]:
         """Computes values per token and, in blocks, what the backward needs of every row of logits."""
-        operands = Operands(Plan.of(self.order, call), call)
+        plan = Plan.of(self.order, call)
+        if call.support is not None:
+            return OnSupport(plan, call).forward()
+        operands = Operands(plan, call)
         return _finish(operands, _tile_statistics(operands, call), call)
 
-    def backward(self, call: HeadCall, kept: Normaliser, g: TokenLogProbs) -> HeadGradients:
+    def backward(self, call: HeadCall, kept: Any, g: TokenLogProbs) -> HeadGradients:
         """Computes gradients, each summed over the mesh axes over which its operand is the same, in the fixed order.
 
         Raises:
             ValueError: if hidden states or a mask are typed as varying over the vocabulary axis; a float psum would sum the
                 gradient.
         """
-        require_same_on_all_shards(call)
         plan, axes = Plan.of(self.order, call), call.axes
+        if call.support is not None:
+            return OnSupport(plan, call).backward(kept, g)
+        require_same_on_all_shards(call)
         per_token = jax.tree.map(lambda x: plan.blocks(x, 0), (g.log_probs, g.entropy))
         weight_axes, bias_axes = missing_axes(call.weight, axes), missing_axes(call.bias, axes)
         dtypes = call.weight_gradient_dtype, None if call.bias is None else jnp.float32

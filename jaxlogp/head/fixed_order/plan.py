@@ -112,7 +112,7 @@ def _filled_up(x: Array, missing: int, dim: int) -> Array:
     return jnp.pad(x, [(0, missing if index == dim else 0) for index in range(x.ndim)])
 
 
-def _logits(products: Array, bias: Array | None, spec: HeadSpec) -> Array:
+def finish_logits(products: Array, bias: Array | None, spec: HeadSpec) -> Array:
     """As :func:`jaxlogp.head.projection.finish_logits`, from exact partial products, so that any addition may follow."""
     products = products if spec.softcap is None else nan_unless_finite(products)
     logits = products if bias is None else products + bias.astype(jnp.float32)[None, :]
@@ -164,7 +164,7 @@ class Tile:
 
     def logits(self, block: Array) -> Array:
         products = dot(self.operands.hidden[block], self.weight, contract=(1, 1))
-        return _logits(products, self.bias, self.operands.spec)
+        return finish_logits(products, self.bias, self.operands.spec)
 
     def targets(self, block: Array) -> Array:
         """Columns of the targets in this tile; -1 where it does not own them."""

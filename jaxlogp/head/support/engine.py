@@ -54,7 +54,7 @@ class SupportEngine(Engine):
     block_columns: int = 512
     name = "support"
     masks_hidden = True
-    takes_support = True
+    takes_support = needs_support = True
 
     def forward(self, call: HeadCall) -> tuple[TokenLogProbs, _Kept]:
         """Computes a logit for each id and reduces them per token."""
