@@ -125,11 +125,12 @@ def test_a_row_of_more_tokens_than_the_integers_hold_at_once():
     support = Support(np.stack([np.zeros(MANY, np.int32), targets], axis=1).reshape(-1), np.full(MANY, 2, np.int32))
 
     def total(weight):
-        return linear_log_probs(hidden, weight, targets, support=support, engine="fixed_order").log_probs.sum()
+        given = {"support": support, "engine": "fixed_order"}
+        return linear_log_probs(jnp.asarray(hidden), weight, targets, **given).log_probs.sum()
 
     logits = np.einsum("nh,nh->n", *(x.astype(np.float64) for x in (hidden, weight[targets] - weight[:1])))
     wanted = -(1.0 / (1.0 + np.exp(logits))) @ hidden.astype(np.float64)
-    np.testing.assert_allclose(jax.jit(jax.grad(total))(weight)[0], wanted, rtol=2e-5)
+    np.testing.assert_allclose(jax.jit(jax.grad(total))(jnp.asarray(weight))[0], wanted, rtol=2e-5)
 
 
 def test_one_id_gives_exactly_zero_and_no_gradient():
