@@ -6,7 +6,7 @@ median over turns spread over the whole measurement is not affected by a disturb
 
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,10 +20,28 @@ Call = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 class Timing(NamedTuple):
-    """Median seconds of one call over ``turns`` turns."""
+    """Median seconds of one call over ``turns`` turns, and those of each turn."""
 
     seconds: float
     turns: int
+    samples: tuple[float, ...] = ()
+
+    def ratio_spread(self, base: "Timing") -> float:
+        """Returns the spread of the ratios to another call in the same turns."""
+        return spread([ours / others for ours, others in zip(self.samples, base.samples, strict=False)])
+
+
+def spread(values: Sequence[float]) -> float:
+    """Returns the interquartile range divided by the median; 0 for fewer than two values.
+
+    Example:
+        >>> spread([9.0, 10.0, 11.0])
+        0.1
+    """
+    if len(values) < 2:
+        return 0.0
+    first, median, third = statistics.quantiles(values, n=4, method="inclusive")
+    return (third - first) / median
 
 
 def settled_seconds(
@@ -85,7 +103,9 @@ def time_in_turns(
             spent[name] += clock() - started
         after_turn(turn + 1)
     medians = {
-        name: Timing(statistics.median(values), len(values)) for name, values in samples.items() if name not in failed
+        name: Timing(statistics.median(values), len(values), tuple(values))
+        for name, values in samples.items()
+        if name not in failed
     }
     return medians, failed
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.clock import copy_bandwidth
+from benchmarks.clock import copy_bandwidth, spread
 from benchmarks.profiler import gpu_events, print_slowest
 from experiments.command_line import run_command
 from experiments.models.decoder import Decoder
@@ -89,6 +89,8 @@ class Measured:
     prefill_milliseconds: float
     compile_seconds: float
     peak_gib: float
+    spread: float
+    """Interquartile range of the timed runs over their median."""
 
 
 def bytes_of_step(shape: DecoderConfig, config: SamplerSpeedConfig, rows: int, tensor: int) -> float:
@@ -129,16 +131,16 @@ def measure(config: SamplerSpeedConfig, choice: tuple[str, str, int], bytes_per_
         sampler = DecoderSampler(model, CompletionRule(options, eos_ids=(), pad_id=0))
         sampler(state, prompts, lengths, config.copies, jax.random.key(0))
 
-    def seconds(new_tokens: int) -> tuple[float, float]:
-        """Median of a run, and the first one."""
+    def seconds(new_tokens: int) -> tuple[float, float, float]:
+        """Median of a run, the first one, and the spread of the others."""
         taken = []
         for _ in range(config.repeats + 1):
             started = time.perf_counter()
             run(new_tokens)
             taken.append(time.perf_counter() - started)
-        return statistics.median(taken[1:]), taken[0]
+        return statistics.median(taken[1:]), taken[0], spread(taken[1:])
 
-    (whole, first), (prefill, first_prefill) = seconds(config.new_tokens), seconds(1)
+    (whole, first, wide), (prefill, first_prefill, _) = seconds(config.new_tokens), seconds(1)
     step = (whole - prefill) / (config.new_tokens - 1)
     bound = bytes_of_step(shape, config, rows, spec.tensor) / bytes_per_second
     if config.profile:
@@ -155,6 +157,7 @@ def measure(config: SamplerSpeedConfig, choice: tuple[str, str, int], bytes_per_
         prefill * 1e3,
         first + first_prefill,
         (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30,
+        wide,
     )
 
 

@@ -93,6 +93,7 @@ class Measured:
         ratio: seconds divided by those of the full head.
         bound_seconds: see the module; None for the full head.
         temporaries: bytes of the compiled program beside arguments and results.
+        spread: interquartile range of the ratios of all turns over their median.
     """
 
     shape: tuple[int, int]
@@ -103,6 +104,7 @@ class Measured:
     ratio: float
     bound_seconds: float | None
     temporaries: int
+    spread: float
 
 
 def draw_counts(rng: np.random.Generator, tokens: int, most: int) -> np.ndarray:
@@ -260,21 +262,22 @@ def _measured(
     law: str,
     key: tuple[str, str],
     compiled: dict[tuple[str, str], Compiled],
-    medians: dict,
+    medians: dict[tuple[str, str], Timing],
     case: Case,
     bytes_per_second: float,
 ) -> Measured:
     program, part = key
-    timing: Timing = medians[key]
+    timing, full = medians[key], medians["full head", part]
     return Measured(
         shape,
         law,
         program,
         part,
         timing.seconds,
-        timing.seconds / medians["full head", part].seconds,
+        timing.seconds / full.seconds,
         bytes_moved(case, part) / bytes_per_second if program == "support" else None,
         compiled[key].memory_analysis().temp_size_in_bytes,
+        timing.ratio_spread(full),
     )
 
 

@@ -56,6 +56,7 @@ class ShapeRow:
         d_weight_error: the same for the weight.
         turns: number of turns over which the medians were taken.
         gives: what the program computes.
+        spread: interquartile range of the ratios of all turns, of forward and backward, over their median.
     """
 
     shape: str
@@ -77,6 +78,7 @@ class ShapeRow:
     d_weight_error: float | None
     turns: int
     gives: str
+    spread: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def _measure(case: Case, plan: Plan) -> tuple[list[ShapeRow], list[NotRun]]:
     if ("product", "") in broken:
         raise broken["product", ""]
     failures.update({name: error for (name, _), error in broken.items()})
-    base = timings["product", ""].seconds
+    base = timings["product", ""]
     rows = [
         _row(case, name, ready, found[name], base, chosen, timings.get((name, "forward")), timings[name, "both"])
         for name, ready in prepared.items()
@@ -207,19 +207,19 @@ def _empty_torch_cache() -> None:
 
 
 def _row(
-    case: Case, name: str, ready: Prepared, found, base: float, chosen: str, forward: Timing | None, both: Timing
+    case: Case, name: str, ready: Prepared, found, base: Timing, chosen: str, forward: Timing | None, both: Timing
 ) -> ShapeRow:
     return ShapeRow(
         case.label,
         *case.hidden.shape,
         case.weight.shape[0],
         name,
-        base,
+        base.seconds,
         chosen,
         None if forward is None else forward.seconds,
         both.seconds,
-        None if forward is None else forward.seconds / base,
-        both.seconds / base,
+        None if forward is None else forward.seconds / base.seconds,
+        both.seconds / base.seconds,
         ready.forward_bytes,
         ready.forward_backward_bytes,
         found.log_prob,
@@ -228,6 +228,7 @@ def _row(
         found.d_weight,
         min(both.turns, both.turns if forward is None else forward.turns),
         ready.gives,
+        both.ratio_spread(base),
     )
 
 

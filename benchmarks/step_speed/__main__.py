@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
+from benchmarks.clock import spread
 from benchmarks.profiler import gpu_events
 from benchmarks.step_speed.parts import milliseconds_by_part
 from benchmarks.step_speed.step import RandomSupport, Rows, Step
@@ -111,7 +112,7 @@ def measure(config: StepSpeedConfig, choice: tuple) -> Measured:
     attended = shape.attention_run(batch_rows, rows.length, make_mesh(spec)).implementation
     head = step.sums.head_run.engine
     named = (model, rows_text, micro_batches, attended, remat, head, param_dtype, optimizer, accumulate, str(spec))
-    measured = Measured("jaxlogp", *named, support=support, compile_seconds=compile_seconds)
+    measured = Measured("jaxlogp", *named, support=support, compile_seconds=compile_seconds, spread=spread(seconds[1:]))
     measured.set_speed(shape, rows, step.num_parameters, median, config.peak)
     measured.state_gib = step.state_bytes / 2**30
     measured.temporaries_gib = program.memory_analysis().temp_size_in_bytes / 2**30

@@ -35,6 +35,8 @@ class Measured:
     compile_seconds: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
     why_not: str | None = None
+    spread: float = 0.0
+    """Interquartile range of the timed steps over their median."""
 
     def set_speed(self, shape: DecoderConfig, rows: Rows, num_parameters: int, seconds: float, peak: float) -> None:
         """Time, tokens per second and device, and MFU of a step of `seconds` on devices of `peak` operations per second."""

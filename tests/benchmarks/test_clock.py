@@ -49,7 +49,10 @@ def test_medians_of_turns_and_no_more_turns_for_what_is_very_slow():
 
     calls = {"slow": (slow, wait), "quick": (quick, wait)}
     medians, failed = head_clock.time_in_turns(calls, 3, 1e-12, clock, told.append)
-    assert medians == {"slow": (100.0, 1), "quick": (3.0, 3)} and not failed
+    assert medians == {"slow": (100.0, 1, (100.0,)), "quick": (3.0, 3, (1.0, 5.0, 3.0))} and not failed
+    # Quartiles of 1, 3 and 5 seconds are 2 and 4; ratios to a call that was slower in the same turns are alike.
+    assert head_clock.spread(medians["quick"].samples) == pytest.approx(2 / 3)
+    assert medians["quick"].ratio_spread(head_clock.Timing(6.0, 3, (2.0, 10.0, 6.0))) == 0.0
     assert order.count("slow") == 2, "one turn: an untimed call and a timed one"
     assert told == [1, 2, 3]
 
