@@ -6,8 +6,9 @@
 
 The head's loss in one pass, and its log-probs with gradients, in products, and log-probs on a support against it; the
 trainer's step; the sampler; the start of a run, from the command to its first optimizer step. A figure is worse if it is
-outside both spreads, that of its own turns and that of the kept ones, and by more than 2 %. A start is made once, and its
-spread is taken to be 10 %. The exit code is 1 if a figure is worse, or one that is kept could not be measured.
+outside both spreads, that of its own turns and that of the kept ones, and by more than 2 %. Starts of one commit differ by
+40 % between hosts, which is their spread; a smaller change is seen only with both commits on one machine. The exit code is 1
+if a figure is worse, or one that is kept could not be measured.
 """
 
 import gc

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,7 @@ from benchmarks.clock import time_in_turns
 from benchmarks.head_speed import shapes as head_shapes
 from benchmarks.regression import __main__ as regression
 from benchmarks.regression import parts, start
-from benchmarks.regression.figures import Figure, compare, read_figures
+from benchmarks.regression.figures import Figure, compare, kept_path, read_figures
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.named_shapes import NAMED_SHAPES
 
@@ -135,6 +136,17 @@ def test_what_is_kept_is_compared_with_from_then_on(monkeypatch, tmp_path, capsy
     assert not run(monkeypatch, tmp_path, slow)
     assert "| 97.0 s ± 0.0% | 100.0 s ± 0.0% | 0.970 | worse |" in capsys.readouterr().out
     assert run(monkeypatch, tmp_path, slow, parts=("head",))
+
+
+def test_every_kept_file_has_all_parts_and_says_where_it_comes_from():
+    folder = Path(regression.__file__).parents[1] / "results"
+    files = sorted(folder.glob("regression_*.json"))
+    assert files
+    for path in files:
+        figures, facts = read_figures(path)
+        assert {each.part for each in figures} == set(parts.PARTS)
+        assert kept_path(folder, facts["device"]) == path
+        assert facts["git"]["revision"] and facts["started"] and "benchmarks.regression" in facts["command"]
 
 
 def test_a_part_that_fails_does_not_end_the_others_and_nothing_is_kept(monkeypatch, tmp_path, capsys):
