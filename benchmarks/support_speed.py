@@ -1,11 +1,11 @@
 """Log-probs on the sampler's support against the full head: times, temporaries and errors of one run.
 
     python -m benchmarks.support_speed                                     # three shapes, on a GPU
-    python -m benchmarks.support_speed --shapes 64,32 --vocab-size 500 --engine chunked --dtype float32
+    python -m benchmarks.support_speed --shapes 64,32 --vocab-size 500 --engine chunked --support-engines support
     python -m benchmarks.support_speed --shapes 8192,4096 --ids zipf --profile 20
 
 Supports are random, of the sizes that a sampler with top-p keeps: 45 % of the tokens have a single id, the median is 2, the
-mean 8 and the 99th percentile 80. Both programs compute log-probs, and with backward the gradients of hidden states and
+mean 8 and the 99th percentile 80. All programs compute log-probs, and with backward the gradients of hidden states and
 weight in their dtypes; ratios are to the full head on the same operands. Times are medians of interleaved turns.
 
 The bound is the time to move, at the bandwidth of a copy in the same run, what must be moved: in each pass a row of the
@@ -16,6 +16,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from jaxlogp import Support, linear_log_probs
 from jaxlogp.errors import require
 
 MOST_IDS = 1024
+FULL_HEAD = "full head"
 PARTS = ("forward", "forward+backward")
 # Tokens whose hidden gradient, and rows whose weight gradient, are compared with float64.
 ROWS_CHECKED = 64
@@ -53,12 +55,14 @@ class SupportSpeedConfig:
     """Capacity of the support beyond its ids, as a share of them."""
     engine: str = "hopper"
     """Engine of the full head."""
+    support_engines: tuple[str, ...] = ("support", "support_kernels")
+    """Engines of the support."""
     dtype: str = "bfloat16"
     """Dtype of hidden states and weight."""
     repeats: int = 5
     """Timed turns of every program; the median is reported."""
     profile: int = 0
-    """How many of the slowest kernels of forward + backward on the support to list."""
+    """How many of the slowest kernels of forward + backward on the support to list, for each of its engines."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class Measured:
     Attributes:
         shape: (N, H).
         ids: law of the ids.
-        program: the full head or the support.
+        program: the full head, or the engine of the support.
         part: one of ``PARTS``.
         seconds: median of a call.
         ratio: seconds divided by those of the full head.
@@ -152,23 +156,26 @@ def make_case(config: SupportSpeedConfig, shape: tuple[int, int], law: str) -> C
     )
 
 
-def programs(case: Case, engine: str) -> dict[tuple[str, str], tuple[Callable, tuple]]:
-    """Functions and operands of the full head and the support, by program and part."""
+def programs(
+    case: Case, engine: str, support_engines: tuple[str, ...]
+) -> dict[tuple[str, str], tuple[Callable, tuple]]:
+    """Functions and operands of the full head and of each engine on the support, by program and part."""
 
-    def forward(hidden, weight, targets, g, support):
-        choice = {"engine": engine} if support is None else {"support": support}
-        return linear_log_probs(hidden, weight, targets, **choice).log_probs
+    def forward(engine, hidden, weight, targets, g, support):
+        return linear_log_probs(hidden, weight, targets, support=support, engine=engine).log_probs
 
-    def both(hidden, weight, targets, g, support):
-        log_probs, pull_back = jax.vjp(lambda h, w: forward(h, w, targets, None, support), hidden, weight)
+    def both(engine, hidden, weight, targets, g, support):
+        log_probs, pull_back = jax.vjp(lambda h, w: forward(engine, h, w, targets, None, support), hidden, weight)
         return log_probs, pull_back(g)
 
-    functions = dict(zip(PARTS, (forward, both), strict=True))
-    supports = {"full head": None, "support": case.support}
+    choices = {FULL_HEAD: (engine, None), **{name: (name, case.support) for name in support_engines}}
     return {
-        (name, part): (function, (case.hidden, case.weight, case.targets, case.g, support))
-        for name, support in supports.items()
-        for part, function in functions.items()
+        (name, part): (
+            functools.partial(function, choice),
+            (case.hidden, case.weight, case.targets, case.g, support),
+        )
+        for name, (choice, support) in choices.items()
+        for part, function in zip(PARTS, (forward, both), strict=True)
     }
 
 
@@ -182,13 +189,28 @@ def bytes_moved(case: Case, part: str) -> int:
     return width * hidden_size * (2 * rows + tokens + case.weight.shape[0])
 
 
-def float64_errors(case: Case, outputs: tuple) -> tuple[float, float, float]:
-    """Compares values and gradients on the support with float64.
+class Expected(NamedTuple):
+    """Float64 values and gradients of a case.
 
-    Returns:
-        The largest error of a log-prob in nats, and the errors of some rows of both gradients, relative in norm.
+    Attributes:
+        log_probs: [N].
+        tokens: the tokens whose hidden gradients are compared.
+        rows: the rows whose weight gradients are compared.
+        d_hidden: gradients of these tokens' hidden states.
+        d_weight: gradients of these rows.
+        named: bool [V], True for rows that a support names.
     """
-    log_probs, (d_hidden, d_weight) = jax.tree.map(np.asarray, outputs)
+
+    log_probs: np.ndarray
+    tokens: np.ndarray
+    rows: np.ndarray
+    d_hidden: np.ndarray
+    d_weight: np.ndarray
+    named: np.ndarray
+
+
+def float64_values(case: Case) -> Expected:
+    """Computes all log-probs, and some rows of both gradients, in float64."""
     operands = np.asarray(case.hidden), np.asarray(case.weight)
     counts = np.asarray(case.support.counts)
     ids = np.asarray(case.support.ids)[: counts.sum()]
@@ -198,14 +220,11 @@ def float64_errors(case: Case, outputs: tuple) -> tuple[float, float, float]:
     lse = np.log(np.add.reduceat(np.exp(z - largest[token]), starts)) + largest
     target = np.arange(ids.size) == starts[token]
     dz = np.asarray(case.g, np.float64)[token] * (target - np.exp(z - lse[token]))
-    value_error = np.abs(log_probs - (z[starts] - lse)).max()
 
     tokens = np.unique(np.linspace(0, counts.size - 1, ROWS_CHECKED).astype(int))
     often, occurrences = np.unique(ids, return_counts=True)
     # The rows that occur most have the longest sums.
     rows = often[np.argsort(-occurrences)[:ROWS_CHECKED]]
-    unnamed = np.delete(d_weight, often, axis=0)
-    require(not unnamed.any(), "gradient of weight", "0 in rows that no support names", np.abs(unnamed).max())
     sums = []
     for names, others, table, wanted in (
         (token, ids, operands[1], tokens),
@@ -213,8 +232,25 @@ def float64_errors(case: Case, outputs: tuple) -> tuple[float, float, float]:
     ):
         entries = [np.flatnonzero(names == name) for name in wanted]
         sums.append(np.stack([dz[e] @ table[others[e]].astype(np.float64) for e in entries]))
-    seen = (np.asarray(x, np.float64) for x in (d_hidden[tokens], d_weight[rows]))
-    gradient_errors = (np.linalg.norm(s - w) / np.linalg.norm(w) for s, w in zip(seen, sums, strict=True))
+    named = np.zeros(case.weight.shape[0], bool)
+    named[often] = True
+    return Expected(z[starts] - lse, tokens, rows, *sums, named)
+
+
+def float64_errors(expected: Expected, outputs: tuple) -> tuple[float, float, float]:
+    """Compares values and gradients on the support with float64.
+
+    Returns:
+        The largest error of a log-prob in nats, and the errors of some rows of both gradients, relative in norm.
+    """
+    log_probs, (d_hidden, d_weight) = outputs
+    value_error = np.abs(np.asarray(log_probs) - expected.log_probs).max()
+    filled = ~expected.named & np.asarray(jnp.any(d_weight != 0.0, axis=1))
+    found = f"others in {filled.sum()} rows"
+    require(not filled.any(), "gradient of weight", "0 in rows that no support names", found)
+    seen = (np.asarray(x, np.float64) for x in (d_hidden[expected.tokens], d_weight[expected.rows]))
+    wanted = expected.d_hidden, expected.d_weight
+    gradient_errors = (np.linalg.norm(s - w) / np.linalg.norm(w) for s, w in zip(seen, wanted, strict=True))
     return float(value_error), *map(float, gradient_errors)
 
 
@@ -237,24 +273,44 @@ def measure(
 ) -> tuple[list[Measured], str]:
     """Compiles, checks and times the programs of one case; returns them with a line about the case."""
     case = make_case(config, shape, law)
-    functions = programs(case, config.engine)
+    functions = programs(case, config.engine, config.support_engines)
     compiled = compile_or_say(functions)
-    require(len(compiled) == len(functions), "--engine", "one that runs here", config.engine)
+    engines = (config.engine, *config.support_engines)
+    require(len(compiled) == len(functions), "--engine and --support-engines", "engines that run here", engines)
     calls = {key: functools.partial(compiled[key], *operands) for key, (_, operands) in functions.items()}
-    log_prob, hidden, weight = float64_errors(case, calls["support", PARTS[1]]())
+    expected = float64_values(case)
+    errors = [_errors_of_engine(expected, name, calls[name, PARTS[1]]) for name in config.support_engines]
     medians, failed = time_in_turns({key: (call, jax.block_until_ready) for key, call in calls.items()}, config.repeats)
     for error in failed.values():
         raise error
-    if config.profile:
-        print_slowest(gpu_events(calls["support", PARTS[1]], PROFILED), config.profile, PROFILED)
+    for name in config.support_engines if config.profile else ():
+        print(f"  {name}, N = {shape[0]}, H = {shape[1]}, {law}:")
+        print_slowest(gpu_events(calls[name, PARTS[1]], PROFILED), config.profile, PROFILED)
     counts = np.asarray(case.support.counts)
     ids = np.asarray(case.support.ids)[: counts.sum()]
     note = (
         f"N = {shape[0]}, H = {shape[1]}, {law}: {counts.mean():.1f} ids a token (median {np.median(counts):.0f}, "
         f"99th percentile {np.percentile(counts, 99):.0f}, {np.mean(counts == 1):.0%} one), {np.unique(ids).size} rows "
-        f"named; errors against float64: log-probs {log_prob:.1e}, dH {hidden:.1e}, dW {weight:.1e}"
+        f"named; errors against float64: {'; '.join(errors)}"
     )
     return [_measured(shape, law, key, compiled, medians, case, bytes_per_second) for key in functions], note
+
+
+def _errors_of_engine(expected: Expected, name: str, call: Callable[[], tuple]) -> str:
+    """Describes the errors of an engine on the support, and whether two calls have the same bits."""
+    first, second = call(), call()
+    log_prob, hidden, weight = float64_errors(expected, first)
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    # The bits, because equal numbers may differ in the sign of a zero.
+    same = all(bool(_same_bits(one, other)) for one, other in pairs)
+    bits = "the same bits twice" if same else "other bits in a second call"
+    return f"{name}: log-probs {log_prob:.1e}, dH {hidden:.1e}, dW {weight:.1e}, {bits}"
+
+
+@jax.jit
+def _same_bits(one: jax.Array, other: jax.Array) -> jax.Array:
+    kind = {2: jnp.uint16, 4: jnp.uint32}[one.dtype.itemsize]
+    return jnp.all(jax.lax.bitcast_convert_type(one, kind) == jax.lax.bitcast_convert_type(other, kind))
 
 
 def _measured(
@@ -267,7 +323,7 @@ def _measured(
     bytes_per_second: float,
 ) -> Measured:
     program, part = key
-    timing, full = medians[key], medians["full head", part]
+    timing, full = medians[key], medians[FULL_HEAD, part]
     return Measured(
         shape,
         law,
@@ -275,7 +331,7 @@ def _measured(
         part,
         timing.seconds,
         timing.seconds / full.seconds,
-        bytes_moved(case, part) / bytes_per_second if program == "support" else None,
+        None if program == FULL_HEAD else bytes_moved(case, part) / bytes_per_second,
         compiled[key].memory_analysis().temp_size_in_bytes,
         timing.ratio_spread(full),
     )

@@ -79,11 +79,11 @@ def measure_head(sizes: Sizes) -> list[Figure]:
         name = f"{names[row.program]}, {row.shape.partition(', N=')[0]}"
         figures.append(Figure("head", name, row.forward_backward_ratio, "products", row.spread))
     hidden_size, vocab_size = sizes.heads[-1]
-    options = {"engine": sizes.engine, "dtype": sizes.dtype, "repeats": sizes.turns}
+    options = {"engine": sizes.engine, "support_engines": ("auto",), "dtype": sizes.dtype, "repeats": sizes.turns}
     config = support_speed.SupportSpeedConfig(vocab_size=vocab_size, **options)
     found, note = support_speed.measure(config, (sizes.tokens, hidden_size), "zipf", copy_bandwidth())
     print(f"  {note}", flush=True)
-    row = next(row for row in found if (row.program, row.part) == ("support", "forward+backward"))
+    row = next(row for row in found if (row.program, row.part) == ("auto", "forward+backward"))
     name = f"support / full head, forward + backward, ({sizes.tokens}, {hidden_size})"
     return [*figures, Figure("head", name, row.ratio, "", row.spread)]
 

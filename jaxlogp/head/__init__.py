@@ -11,6 +11,8 @@ from jaxlogp.head.hopper.fixed_order import FixedOrderHopperEngine
 from jaxlogp.head.projection import HeadSpec
 from jaxlogp.head.reference import ReferenceEngine
 from jaxlogp.head.registry import HeadRun, record_head_runs, register_engine, why_not
+from jaxlogp.head.support.engine import SupportEngine
+from jaxlogp.head.support.kernel_engine import SupportKernelEngine
 from jaxlogp.head.triton.engine import TritonEngine
 
 __all__ = [
@@ -28,6 +30,8 @@ __all__ = [
     "ReferenceEngine",
     "register_engine",
     "skipped_tiles",
+    "SupportEngine",
+    "SupportKernelEngine",
     "TritonEngine",
     "why_not",
 ]

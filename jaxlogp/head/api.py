@@ -87,8 +87,8 @@ def linear_log_probs(
             all tokens.
         bias: [V] or [V_local], added to the product; None for no bias.
         support: ids that each token was drawn from, of the whole vocabulary and the same on all ranks of ``axis_name``
-            (supports that differ give NaN); a token without ids is masked. None for the whole vocabulary. Needs engine
-            "auto" and out_of_vocab "error".
+            (supports that differ give NaN); a token without ids is masked. None for the whole vocabulary. Needs
+            out_of_vocab "error" and engine "auto", "support_kernels", "support" or "fixed_order".
         temperature: T, a Python number from 2^-126 to 2^126; applied to the logits, so it never rounds the weight.
         logit_scale: multiplier of the logits (MuP output scale), a finite Python number other than 0.
         softcap: cap, a Python number from 2^-126 to 2^126, or None. A product that overflows gives NaN.
@@ -108,9 +108,9 @@ def linear_log_probs(
             and are not computed.
         engine: "auto", "chunked", "reference", "hopper" (kernels for NVIDIA Hopper), "triton" (kernels for NVIDIA GPUs of
             compute capability 8 and 9.0, through jax-triton), "fixed_order" (bitwise equal on every mesh and in every batch,
-            see docs/invariance.md; its default order needs V >= 24), an engine object such as
-            ``ChunkedEngine(token_chunk=256)``, or a sequence of names and objects, the first of which that supports the call
-            is used.
+            see docs/invariance.md; its default order needs V >= 24), "support_kernels" or "support" (with ``support`` alone),
+            an engine object such as ``ChunkedEngine(token_chunk=256)``, or a sequence of names and objects, the first of
+            which that supports the call is used.
 
     Returns:
         TokenLogProbs of fp32 arrays [*tokens] in nats; entropy and lse are None unless asked for.

@@ -25,6 +25,7 @@ from jaxlogp.head.hopper.engine import HopperEngine
 from jaxlogp.head.projection import HeadSpec
 from jaxlogp.head.reference import ReferenceEngine
 from jaxlogp.head.support.engine import SupportEngine
+from jaxlogp.head.support.kernel_engine import SupportKernelEngine
 from jaxlogp.head.triton.engine import TritonEngine
 
 EngineChoice = str | Engine | Sequence[str | Engine]
@@ -35,11 +36,13 @@ ENGINES: dict[str, Engine] = {
     "fixed_order": FixedOrderEngine(),
     "hopper": HopperEngine(),
     "triton": TritonEngine(),
+    "support": SupportEngine(),
+    "support_kernels": SupportKernelEngine(),
 }
 # hopper before triton, because it is faster where both run; chunked takes every call.
 AUTOMATIC = ("hopper", "triton", "chunked")
-# Without a name, because it takes no other call.
-AUTOMATIC_ON_SUPPORT = (SupportEngine(),)
+# The kernels first, because their bits repeat and they are faster; support takes every call on a support.
+AUTOMATIC_ON_SUPPORT = ("support_kernels", "support")
 
 
 # Static, so that a compiled program can return the records of its trace.

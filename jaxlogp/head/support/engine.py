@@ -1,10 +1,13 @@
-"""Engine of log-probs on a support: only rows of the weight that a token's support names are read, one dot product each.
+"""Engines of log-probs on a support: only rows of the weight that a token's support names are read, one dot product each.
 
 For every id v of token t one logit, z = hidden[t] · weight[v], fp32 products and sums. They are reduced per token as tiles,
 chunks and shards are. The backward keeps these logits and reads the rows again: dH[t] = Σ_v dz weight[v] and
 dW[v] = Σ_t dz hidden[t]. Ids are taken in blocks, which bounds the memory; a loop over several ends with the last id,
-whatever the capacity. The backward goes over blocks of hidden columns outside of them, so that its fp32 sums are
-[tokens, columns] and [named rows, columns].
+whatever the capacity.
+
+`SupportHead` has what the engines share, and `SupportEngine` sums by scatters of XLA. Its backward goes over blocks of
+hidden columns outside of those of ids, so that its fp32 sums are [tokens, columns] and [named rows, columns]. On GPUs these
+scatters add atomically, in any order: `jaxlogp.head.support.kernel_engine` has the engine whose bits repeat.
 """
 
 import dataclasses
@@ -20,6 +23,7 @@ from jaxlogp._arrays import nan_where
 from jaxlogp._compat import vary_over
 from jaxlogp._stats import (
     Normaliser,
+    TileStats,
     TokenLogProbs,
     all_reduce,
     combine_segments,
@@ -27,7 +31,7 @@ from jaxlogp._stats import (
     logit_gradient,
     tile_stats,
 )
-from jaxlogp.head.call import HeadCall, HeadGradients
+from jaxlogp.head.call import HeadCall, HeadGradients, HeadWeight
 from jaxlogp.head.engine import Engine
 from jaxlogp.head.projection import finish_logits, product_gradient
 from jaxlogp.head.support.ids import values_at
@@ -41,46 +45,53 @@ class _Kept(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class SupportEngine(Engine):
-    """Computes one logit for each id of a support.
+class SupportHead(Engine):
+    """Computes one logit for each id of a support; a subclass says how they are summed.
 
     Attributes:
         block_elements: most fp32 numbers of a block of ids; None for 2^29 on a GPU, where XLA gathers and reduces in one
             kernel and stores none of them, and 2^25 elsewhere.
-        block_columns: hidden columns whose gradients are summed at a time.
     """
 
     block_elements: int | None = None
-    block_columns: int = 512
-    name = "support"
     masks_hidden = True
     takes_support = needs_support = True
 
     def forward(self, call: HeadCall) -> tuple[TokenLogProbs, _Kept]:
         """Computes a logit for each id and reduces them per token."""
-        targets, support = call.targets, call.support
+        targets = call.targets
         logits = self._logits(call)
-        entries = tile_stats(logits[:, None], _column_of_target(call), None, call.with_entropy)
-        local = combine_segments(entries, support.token, targets.mask.shape[0])
+        local = self._statistics(call, logits)
         values, normaliser = finish(
             all_reduce(local, call.axis_name, targets.codes), targets.mask, call.vocab_size, targets.invalid
         )
-        return jax.tree.map(lambda x: nan_where(support.broken, x), values), _Kept(logits, normaliser)
+        return jax.tree.map(lambda x: nan_where(call.support.broken, x), values), _Kept(logits, normaliser)
 
     def backward(self, call: HeadCall, kept: _Kept, g: TokenLogProbs) -> HeadGradients:
         """Turns each logit into its gradient, and adds its row of either operand to the row of the other's gradient."""
-        row, token = call.support.row, call.support.token
-        per_token = jax.tree.map(lambda x: _of_tokens(x, token), (kept.normaliser, g.log_probs, g.entropy))
+        per_token = (kept.normaliser, g.log_probs, g.entropy)
+        per_token = jax.tree.map(lambda x: _of_tokens(x, call.support.token), per_token)
         logits = kept.logits[:, None]
-        gradient = product_gradient(
-            logit_gradient(logits, _column_of_target(call), None, *per_token), logits, call.spec
-        )
+        gradient = product_gradient(logit_gradient(logits, column_of_target(call), None, *per_token), logits, call.spec)
         gradient = gradient[:, 0]
         d_hidden = self._hidden_gradient(call, gradient)
         if call.frozen:
             return HeadGradients(d_hidden, None, None)
-        d_bias = None if call.bias is None else _zeros(call, call.bias.shape).at[row].add(gradient, mode="drop")
-        return HeadGradients(d_hidden, self._weight_gradient(call, gradient), d_bias)
+        return HeadGradients(d_hidden, *self._weight_gradients(call, gradient))
+
+    def _statistics(self, call: HeadCall, logits: Float[Array, " capacity"]) -> TileStats:
+        """Computes the statistics of each token's logits."""
+        raise NotImplementedError
+
+    def _hidden_gradient(self, call: HeadCall, gradient: Float[Array, " capacity"]) -> Float[Array, "tokens hidden"]:
+        """Sums dz weight[v] over the ids of each token; NaN for tokens with an invalid target."""
+        raise NotImplementedError
+
+    def _weight_gradients(
+        self, call: HeadCall, gradient: Float[Array, " capacity"]
+    ) -> tuple[HeadWeight, Float[Array, " vocab"] | None]:
+        """Sums dz hidden[t], and dz itself if there is a bias, over the ids that name each row."""
+        raise NotImplementedError
 
     def _logits(self, call: HeadCall) -> Float[Array, " capacity"]:
         """Computes the final logits, 0 after the last id."""
@@ -88,20 +99,82 @@ class SupportEngine(Engine):
         (tokens, width), capacity = call.hidden.shape, row.shape[0]
         hidden = call.hidden.astype(call.operand_dtype)
 
-        def step(start: Array, rows: Array, tokens: Array, products: Array) -> Array:
+        def products_of(rows: Array, tokens: Array) -> Array:
             left = _take(hidden, tokens, 0, width)
             right = _take(call.weight, rows, 0, width, call.vocab_dim)
-            return lax.dynamic_update_slice_in_dim(products, jnp.sum(left * right, axis=1), start, axis=0)
+            return jnp.sum(left * right, axis=1)
+
+        def step(start: Array, rows: Array, tokens: Array, products: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(products, products_of(rows, tokens), start, axis=0)
 
         blocks = self._num_blocks(capacity, width)
-        padded = _zeros(call, (blocks * -(-capacity // blocks),))
-        products = self._over_blocks(call, width, (row, token), (call.num_columns, tokens), step, padded)[:capacity]
+        if blocks == 1:
+            products = products_of(row, token)
+        else:
+            padded = _zeros(call, (blocks * -(-capacity // blocks),))
+            products = self._over_blocks(call, width, (row, token), (call.num_columns, tokens), step, padded)[:capacity]
         bias = None if call.bias is None else values_at(call.bias, row, 0)
         logits = finish_logits(products[None, :], bias, call.spec)[0]
         return jnp.where(jnp.arange(capacity, dtype=jnp.int32) < call.support.count, logits, 0.0)
 
+    def _over_blocks(
+        self, call: HeadCall, width: int, arrays: tuple[Array, ...], fills: tuple, step: Callable, carry: Array
+    ) -> Array:
+        """Runs ``step(start, *arrays of one block, carry)`` over blocks of ids of ``width`` numbers each, up to the last id.
+
+        Args:
+            call: the call.
+            width: fp32 numbers of one id.
+            arrays: [capacity] each.
+            fills: values of ``arrays`` after the last id.
+            step: returns the next carry.
+            carry: the first carry.
+        """
+        capacity = call.support.row.shape[0]
+        blocks = self._num_blocks(capacity, width)
+        if blocks == 1:
+            return step(0, *arrays, carry)
+        size = -(-capacity // blocks)
+        padding = 0, blocks * size - capacity
+        arrays = tuple(jnp.pad(x, padding, constant_values=fill) for x, fill in zip(arrays, fills, strict=True))
+
+        def body(index: Array, carry: Array) -> Array:
+            start = index * size
+            return step(start, *(lax.dynamic_slice_in_dim(x, start, size) for x in arrays), carry)
+
+        return lax.fori_loop(0, -(-call.support.count // size), body, carry)
+
+    def _num_blocks(self, capacity: int, width: int) -> int:
+        """Returns the number of blocks of ids of ``width`` numbers each; they are of one size."""
+        on_gpu = jax.devices()[0].platform == "gpu"
+        most = self.block_elements or (2**29 if on_gpu else 2**25)
+        return -(-capacity // max(most // width, 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class SupportEngine(SupportHead):
+    """Sums by scatters of XLA, on any device and in both layouts of the weight.
+
+    Attributes:
+        block_columns: hidden columns whose gradients are summed at a time.
+    """
+
+    block_columns: int = 512
+    name = "support"
+
+    def _statistics(self, call: HeadCall, logits: Float[Array, " capacity"]) -> TileStats:
+        entries = tile_stats(logits[:, None], column_of_target(call), None, call.with_entropy)
+        return combine_segments(entries, call.support.token, call.hidden.shape[0])
+
+    def _weight_gradients(
+        self, call: HeadCall, gradient: Float[Array, " capacity"]
+    ) -> tuple[HeadWeight, Float[Array, " vocab"] | None]:
+        d_weight = self._weight_gradient(call, gradient)
+        if call.bias is None:
+            return d_weight, None
+        return d_weight, _zeros(call, call.bias.shape).at[call.support.row].add(gradient, mode="drop")
+
     def _hidden_gradient(self, call: HeadCall, gradient: Float[Array, " capacity"]) -> Float[Array, "tokens hidden"]:
-        """Sums dz weight[v] over the ids of each token."""
         support, (tokens, _), invalid = call.support, call.hidden.shape, call.targets.invalid[:, None]
 
         def sums(first: Array, columns: int) -> Float[Array, "tokens columns"]:
@@ -159,39 +232,6 @@ class SupportEngine(Engine):
         # All columns are written: zeros before would take a fifth of the time of both passes on an H100.
         return lax.fori_loop(0, blocks, block, vary_over(lax.empty(shape, dtype), call.axes))
 
-    def _over_blocks(
-        self, call: HeadCall, width: int, arrays: tuple[Array, ...], fills: tuple, step: Callable, carry: Array
-    ) -> Array:
-        """Runs ``step(start, *arrays of one block, carry)`` over blocks of ids of ``width`` numbers each, up to the last id.
-
-        Args:
-            call: the call.
-            width: fp32 numbers of one id.
-            arrays: [capacity] each.
-            fills: values of ``arrays`` after the last id.
-            step: returns the next carry.
-            carry: the first carry.
-        """
-        capacity = call.support.row.shape[0]
-        blocks = self._num_blocks(capacity, width)
-        if blocks == 1:
-            return step(0, *arrays, carry)
-        size = -(-capacity // blocks)
-        padding = 0, blocks * size - capacity
-        arrays = tuple(jnp.pad(x, padding, constant_values=fill) for x, fill in zip(arrays, fills, strict=True))
-
-        def body(index: Array, carry: Array) -> Array:
-            start = index * size
-            return step(start, *(lax.dynamic_slice_in_dim(x, start, size) for x in arrays), carry)
-
-        return lax.fori_loop(0, -(-call.support.count // size), body, carry)
-
-    def _num_blocks(self, capacity: int, width: int) -> int:
-        """Returns the number of blocks of ids of ``width`` numbers each; they are of one size."""
-        on_gpu = jax.devices()[0].platform == "gpu"
-        most = self.block_elements or (2**29 if on_gpu else 2**25)
-        return -(-capacity // max(most // width, 1))
-
 
 class _NamedRows(NamedTuple):
     """The distinct rows that a support names: the only ones whose gradient is summed.
@@ -219,7 +259,7 @@ def _named_rows(call: HeadCall) -> _NamedRows:
     return _NamedRows(place, first, jnp.where(values_at(first, place_of_id, capacity) == index, size, place_of_id))
 
 
-def _column_of_target(call: HeadCall) -> Int[Array, " capacity"]:
+def column_of_target(call: HeadCall) -> Int[Array, " capacity"]:
     """Returns 0 for the id that is its token's target, otherwise -1: the target's column in a tile of one column."""
     row, token = call.support.row, call.support.token
     column = values_at(call.targets.column, token, -1)

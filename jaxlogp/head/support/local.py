@@ -11,7 +11,6 @@ from jaxlogp._agreement import ID_BITS
 from jaxlogp._arrays import AnyArray, as_int32
 from jaxlogp._targets import LocalTargets
 from jaxlogp._vocab import LocalShard
-from jaxlogp.head.live_rows import live_rows
 from jaxlogp.head.support.ids import Support, tokens_of_places, values_at
 
 
@@ -22,12 +21,14 @@ class LocalSupport(NamedTuple):
         row: int32 [capacity], row of the local weight; the number of rows after the last id.
         token: int32 [capacity], token of each id; the number of tokens after the last id.
         count: int32, number of ids.
+        runs: int32 [2, tokens], first place of each token's ids, and the place after its last one.
         broken: bool [tokens], True where the ids of an active token exceed the capacity or the vocabulary.
     """
 
     row: Int[Array, " capacity"]
     token: Int[Array, " capacity"]
     count: Int[Array, ""]
+    runs: Int[Array, "2 tokens"]
     broken: Bool[Array, " tokens"]
 
 
@@ -67,8 +68,17 @@ def _localise(
 
     row = jnp.where(inside, ids, 0) - shard.start
     owned = inside & (row >= 0) & (row < shard.width) & values_at(local.mask, token, False)
-    places = live_rows(owned, capacity)
-    kept = LocalSupport(places.pack(row, rows), places.pack(token, tokens), places.count, broken)
+    # The number of owned ids before each place, and of all of them.
+    before = jnp.cumsum(jnp.pad(owned, (1, 0)), dtype=jnp.int32)
+    place, count = jnp.where(owned, before[:-1], capacity), before[-1]
+
+    def pack(values: Array, fill: int) -> Array:
+        # Zeros of an operand, so that the array varies over the mesh axes that the ids vary over.
+        filled = jnp.full(capacity, fill, jnp.int32) + jnp.zeros_like(count)
+        return filled.at[place].set(values, mode="drop", unique_indices=True)
+
+    runs = before[jnp.clip(jnp.stack([ends - counts, ends]), 0, capacity)]
+    kept = LocalSupport(pack(row, rows), pack(token, tokens), count, runs, broken)
     return local._replace(invalid=invalid, codes=codes), kept
 
 
