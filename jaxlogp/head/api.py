@@ -108,9 +108,9 @@ def linear_log_probs(
             and are not computed.
         engine: "auto", "chunked", "reference", "hopper" (kernels for NVIDIA Hopper), "triton" (kernels for NVIDIA GPUs of
             compute capability 8 and 9.0, through jax-triton), "fixed_order" (bitwise equal on every mesh and in every batch,
-            see docs/invariance.md; its default order needs V >= 24), "support_kernels" or "support" (with ``support`` alone),
-            an engine object such as ``ChunkedEngine(token_chunk=256)``, or a sequence of names and objects, the first of
-            which that supports the call is used.
+            see docs/invariance.md; its default order needs V >= 24), "support_kernels" or "support" (for a ``support``
+            alone), an engine object such as ``ChunkedEngine(token_chunk=256)``, or a sequence of names and objects, the
+            first of which that supports the call is used.
 
     Returns:
         TokenLogProbs of fp32 arrays [*tokens] in nats; entropy and lse are None unless asked for.
