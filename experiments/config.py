@@ -154,8 +154,6 @@ def validate(config: Config) -> MeshSpec:
     config.loss.head_engine()
     # Checks them.
     config.rollout.sampling_options(config.rollout.max_new_tokens or 1)
-    expected = "the whole distribution (no top-k, top-p or min-p) with --invariant, whose sampler draws from it"
-    require(not (config.invariant and config.rollout.filters), "--rollout", expected, "a part of it")
     _validate_support(config)
     _validate_lora(config)
     config.resolved().optimizer.optimizer(config.schedule.steps)

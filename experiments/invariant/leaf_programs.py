@@ -20,7 +20,7 @@ from experiments.invariant.leaf_ranks import LeafRanks
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import TENSOR_AXIS
-from jaxlogp import TokenLogProbs, VocabShards, linear_log_probs
+from jaxlogp import Support, TokenLogProbs, VocabShards, linear_log_probs
 from jaxlogp.errors import EngineUnavailable, require
 from jaxlogp.head import FixedOrderEngine, FixedOrderHopperEngine, HeadRun, record_head_runs
 
@@ -81,14 +81,18 @@ class LeafPrograms:
         weights = [self.reader.load(params) for params in copies]
         return LeafParameters(copies, weights, [jax.device_put(weight, device) for device in devices], rows)
 
-    def trace(self, rows: int, length: int) -> None:
+    def trace(self, rows: int, length: int, support_capacity: int | None) -> None:
         """Traces the head for leaves of a shape without compiling it; ValueError for operands that the engine refuses."""
         config, shards, tokens = self.config, self._shards(), (self.ranks.count * rows, length)
         blocks = shards.num_shards * shards.max_width
         hidden, weight = ((*tokens, config.hidden_size), config.dtype), ((blocks, config.hidden_size), config.dtype)
         operands = (jax.ShapeDtypeStruct(*each) for each in (hidden, weight, (tokens, "int32"), (tokens, "bool")))
+        support = None
+        if support_capacity is not None:
+            shapes = (self.ranks.count * support_capacity,), tokens
+            support = Support(*(jax.ShapeDtypeStruct(shape, "int32") for shape in shapes))
         try:
-            jax.eval_shape(self._head, *operands)
+            jax.eval_shape(self._head, *operands, support)
         except EngineUnavailable as error:
             require(False, "--invariance.engine", "an engine that can run here", str(error))
 
@@ -100,22 +104,35 @@ class LeafPrograms:
         """Computes hidden states of each rank's rows, one document from the first slot on in each."""
         return [self.reader.rows(weights, each) for weights, each in zip(loaded.weights, tokens, strict=True)]
 
-    def head(self, loaded: LeafParameters, hidden: list, targets: list, mask: list) -> list[TokenLogProbs]:
+    def head(
+        self, loaded: LeafParameters, hidden: list, targets: list, mask: list, supports: list[Support | None]
+    ) -> list[TokenLogProbs]:
+        """Computes log-probs and entropies of each rank's tokens, on their supports where these are not None."""
         to_global = self.ranks.to_global
-        operands = (to_global(hidden), loaded.rows, to_global(targets), to_global(mask))
+        operands = (to_global(hidden), loaded.rows, to_global(targets), to_global(mask), self._joined(supports))
         # Only one program with collectives in flight at a time, as in GspmdGradients.
         result = jax.block_until_ready(self._head(*operands))
         return [TokenLogProbs(*each) for each in zip(*map(self.ranks.to_local, result[:2]), strict=True)]
 
     def head_vjp(
-        self, loaded: LeafParameters, hidden: list, targets: list, mask: list, cotangents: list
+        self,
+        loaded: LeafParameters,
+        hidden: list,
+        targets: list,
+        mask: list,
+        supports: list[Support | None],
+        cotangents: list,
     ) -> list[tuple]:
         """Computes gradients of each rank's hidden states and head [1, V, H] from those of its log-probs and entropies."""
         to_global, to_local = self.ranks.to_global, self.ranks.to_local
         joined = tuple(map(to_global, zip(*cotangents, strict=True)))
-        operands = (to_global(hidden), loaded.rows, to_global(targets), to_global(mask), joined)
+        operands = (to_global(hidden), loaded.rows, to_global(targets), to_global(mask), self._joined(supports), joined)
         d_hidden, d_weight = jax.block_until_ready(self._head_vjp(*operands))
         return list(zip(to_local(d_hidden), to_local(d_weight), strict=True))
+
+    def _joined(self, supports: list[Support | None]) -> Support | None:
+        """Returns one support over the mesh, whose ids and counts are split over the ranks."""
+        return jax.tree.map(lambda *parts: self.ranks.to_global(parts), *supports)
 
     def body_vjp(self, params, inputs: tuple, d_hidden):
         """Computes gradients of the parameters for one rank's (tokens, positions, segment_ids); the caller compiles it.
@@ -132,34 +149,34 @@ class LeafPrograms:
     def _shards(self) -> VocabShards:
         return self._engine.shards(self.config.vocab_size, self.ranks.mesh.shape[TENSOR_AXIS])
 
-    def _local_log_probs(self, hidden, rows, targets, mask) -> TokenLogProbs:
+    def _local_log_probs(self, hidden, rows, targets, mask, support) -> TokenLogProbs:
         layout = {"axis_name": TENSOR_AXIS, "vocab": self._shards(), "engine": self._engine}
         options = {"with_entropy": True, **self.spec.keywords(), **layout}
         with record_head_runs() as runs:
-            result = linear_log_probs(hidden, rows, targets, mask=mask, **options)
+            result = linear_log_probs(hidden, rows, targets, mask=mask, support=support, **options)
         self.head_run = runs[0]
         return result
 
-    def _all_log_probs(self, hidden, rows, targets, mask):
+    def _all_log_probs(self, hidden, rows, targets, mask, support):
         own = P(self.ranks.axes)
-        specs = (own, P(TENSOR_AXIS), own, own)
+        specs = (own, P(TENSOR_AXIS), own, own, own)
         mapped = jax.shard_map(self._local_log_probs, mesh=self.ranks.mesh, in_specs=specs, out_specs=own)
-        return mapped(hidden, rows, targets, mask)
+        return mapped(hidden, rows, targets, mask, support)
 
-    def _all_gradients(self, hidden, rows, targets, mask, cotangents):
-        def local(hidden, rows, targets, mask, cotangents):
+    def _all_gradients(self, hidden, rows, targets, mask, support, cotangents):
+        def local(hidden, rows, targets, mask, support, cotangents):
             # Typed as varying over the ranks, so that each keeps its own gradient of the head.
             rows = jax.lax.pcast(rows, self.ranks.axes, to="varying")
 
             def values(hidden, rows):
-                return self._local_log_probs(hidden, rows, targets, mask)[:2]
+                return self._local_log_probs(hidden, rows, targets, mask, support)[:2]
 
             _, pull_back = jax.vjp(values, hidden, rows)
             d_hidden, d_rows = pull_back(cotangents)
             return d_hidden, d_rows[None]
 
         own = P(self.ranks.axes)
-        specs, out_specs = (own, P(TENSOR_AXIS), own, own, own), (own, P(self.ranks.axes, TENSOR_AXIS))
+        specs, out_specs = (own, P(TENSOR_AXIS), *[own] * 4), (own, P(self.ranks.axes, TENSOR_AXIS))
         mapped = jax.shard_map(local, mesh=self.ranks.mesh, in_specs=specs, out_specs=out_specs)
-        d_hidden, d_rows = mapped(hidden, rows, targets, mask, cotangents)
+        d_hidden, d_rows = mapped(hidden, rows, targets, mask, support, cotangents)
         return d_hidden, jax.vmap(self._shards().unshard_rows)(d_rows)

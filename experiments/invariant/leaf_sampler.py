@@ -2,7 +2,8 @@
 
 Hidden states come from the program that the trainer uses, with a key-value cache: for every new token it reads the block
 of the row that the token is in, of which the tokens up to it have the bits that they will have in the trainer. The head
-then gives the log-probs of all tokens drawn in a group; its results do not depend on the batch that a token is in.
+then gives the log-probs of all tokens drawn in a group, on the ids that they were drawn from where these are recorded; its
+results do not depend on the batch that a token is in.
 """
 
 from typing import NamedTuple
@@ -16,8 +17,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from experiments.invariant.leaf_programs import LeafParameters, LeafPrograms
 from experiments.models.attention import RowCache
-from experiments.sampling.sample_token import CompletionRule, keys_of_rows, logits_of, most_likely
+from experiments.sampling.sample_token import CompletionRule, keep, keys_of_rows, logits_of, most_likely
 from experiments.sampling.sampler import Sampler, Samples
+from experiments.sampling.support import RecordedSupport, flat_support
 
 
 class _Rows(NamedTuple):
@@ -25,7 +27,7 @@ class _Rows(NamedTuple):
 
     `tokens` are whole rows of S slots, and `lengths` the tokens so far. `starts` is the first slot of the block that holds
     each row's newest token. A row is `done` that has ended, or holds no prompt. `drawn` are the tokens drawn, 0 after the
-    end, and `hidden` the states that they were drawn from.
+    end, `hidden` the states that they were drawn from, and `support` the ids, where they are recorded.
     """
 
     tokens: Int[Array, "B S"]
@@ -34,6 +36,7 @@ class _Rows(NamedTuple):
     done: Bool[Array, " B"]
     drawn: Int[Array, "B N"]
     hidden: Float[Array, "B N H"]
+    support: RecordedSupport | None
 
 
 class InvariantSampler(Sampler):
@@ -45,6 +48,7 @@ class InvariantSampler(Sampler):
         self._leaf_rows, self._group = leaf_rows, leaf_rows * programs.ranks.count
         options = {"donate_argnums": 2, "compiler_options": programs.compiler_options}
         self._advance = jax.jit(self._one_token, **options)
+        self._flat_support = jax.jit(flat_support)
 
     def __call__(
         self, params: nnx.State, prompts: np.ndarray, lengths: np.ndarray, copies: int, key: jax.Array
@@ -53,16 +57,16 @@ class InvariantSampler(Sampler):
         loaded, count = self._programs.load(params), len(prompts)
         starts, of_all = range(0, count, self._group), (key, copies)
         groups = [self._complete_group(loaded, prompts, lengths, start, *of_all) for start in starts]
-        drawn, log_probs, ends = (np.concatenate(column)[:count] for column in zip(*groups, strict=True))
-        return Samples(drawn, log_probs, log_probs, ends - lengths)
+        drawn, log_probs, ends, support = jax.tree.map(lambda *parts: np.concatenate(parts)[:count], *groups)
+        return Samples(drawn, log_probs, ends - lengths, support)
 
     def memory(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> None:
         return None
 
     def _complete_group(
         self, loaded: LeafParameters, prompts: np.ndarray, lengths: np.ndarray, start: int, key: jax.Array, copies: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns tokens drawn [B, N], their log-probs, and the lengths of the rows with them."""
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, RecordedSupport | None]:
+        """Returns tokens drawn [B, N], their log-probs, the lengths of the rows with them, and the recorded support."""
         tokens, begin, done = self._start(prompts[start : start + self._group], lengths[start : start + self._group])
         caches = self._read_prompts(loaded, tokens, begin)
         ranks = [self._rows(*each) for each in self._deal(tokens, begin, done)]
@@ -76,9 +80,9 @@ class InvariantSampler(Sampler):
             operands = zip(loaded.heads, hidden, ranks, row_ids, strict=True)
             ranks, flags = zip(*(self._advance(*each, key, step, copies) for each in operands), strict=True)
             ended.append(list(flags))
-        columns = [rows.lengths for rows in ranks], [rows.drawn for rows in ranks]
-        ends, drawn = map(self._programs.ranks.on_host, columns)
-        return drawn, self._log_probs(loaded, ranks, ends - begin), ends
+        columns = [(rows.lengths, rows.drawn, rows.support) for rows in ranks]
+        ends, drawn, support = jax.tree.map(lambda *parts: self._programs.ranks.on_host(parts), *columns)
+        return drawn, self._log_probs(loaded, ranks, ends - begin), ends, support
 
     def _start(self, prompts: np.ndarray, prompt_lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns tokens [B, S], lengths and whether done; rows without a prompt are."""
@@ -93,7 +97,8 @@ class InvariantSampler(Sampler):
         shape, (device,) = (len(lengths), self._max_new_tokens), tokens.devices()
         drawn = jnp.zeros(shape, jnp.int32, device=device)
         hidden = jnp.zeros((*shape, config.hidden_size), config.dtype, device=device)
-        return _Rows(tokens, lengths, (lengths - 1) // block * block, done, drawn, hidden)
+        support = jax.device_put(self._rule.no_support(len(lengths), config.vocab_size), device)
+        return _Rows(tokens, lengths, (lengths - 1) // block * block, done, drawn, hidden, support)
 
     def _read_prompts(
         self, loaded: LeafParameters, tokens: np.ndarray, lengths: np.ndarray
@@ -119,7 +124,9 @@ class InvariantSampler(Sampler):
     def _log_probs(self, loaded: LeafParameters, ranks: tuple[_Rows, ...], counts: np.ndarray) -> np.ndarray:
         """Returns log-probs [B, N] of the tokens drawn, 0 after the end."""
         live = [mask for (mask,) in self._deal(np.arange(self._max_new_tokens) < counts[:, None])]
-        results = self._programs.head(loaded, [rows.hidden for rows in ranks], [rows.drawn for rows in ranks], live)
+        supports = [None if rows.support is None else self._flat_support(rows.support) for rows in ranks]
+        columns = [rows.hidden for rows in ranks], [rows.drawn for rows in ranks]
+        results = self._programs.head(loaded, *columns, live, supports)
         return self._programs.ranks.on_host([result.log_probs for result in results])
 
     def _deal(self, *arrays: np.ndarray) -> list[tuple[jax.Array, ...]]:
@@ -135,16 +142,23 @@ class InvariantSampler(Sampler):
         """Returns the rows with one token more, and which are done, drawn from the hidden states of each row's block."""
         size, spec = self._programs.reader.block, self._programs.spec
         hidden = jnp.take_along_axis(block, ((rows.lengths - 1) % size)[:, None, None], axis=1)[:, 0]
-        logits = logits_of(hidden, spec, weight)
+        logits, live = logits_of(hidden, spec, weight) / spec.temperature, ~rows.done
+        options, support = self._rule.options, rows.support
+        if options.filters:
+            weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
+            kept, cut = keep(logits, weights, options, None if support is None else support.room(step))
+            if support is not None:
+                mass = jnp.where(kept, weights, 0.0).sum(axis=-1) / weights.sum(axis=-1)
+                support = support.extended(kept & live[:, None], cut & live, jnp.where(live, mass, 0.0), step)
+            logits = jnp.where(kept, logits, -jnp.inf)
         greedy = self._rule.greedy_rows(row_ids, copies)
-        if self._rule.options.greedy:
+        if options.greedy:
             drawn = most_likely(logits)
         else:
             keys = keys_of_rows(jax.random.fold_in(key, step), row_ids)
-            drawn = jax.vmap(jax.random.categorical)(keys, logits / spec.temperature).astype(jnp.int32)
+            drawn = jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
         if greedy is not None:
             drawn = jnp.where(greedy, most_likely(logits), drawn)
-        live = ~rows.done
         drawn = jnp.where(live, drawn, 0)
         slot = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)
         newest = (slot == rows.lengths[:, None]) & live[:, None]
@@ -152,5 +166,5 @@ class InvariantSampler(Sampler):
         done = rows.done | jnp.isin(drawn, jnp.asarray(self._rule.eos_ids, jnp.int32))
         put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new[:, None], step, axis=1)  # noqa: E731
         tokens = jnp.where(newest, drawn[:, None], rows.tokens)
-        kept = put(rows.drawn, drawn), put(rows.hidden, hidden)
-        return _Rows(tokens, lengths, (lengths - 1) // size * size, done, *kept), done
+        columns = put(rows.drawn, drawn), put(rows.hidden, hidden)
+        return _Rows(tokens, lengths, (lengths - 1) // size * size, done, *columns, support), done

@@ -56,7 +56,7 @@ class LeafSums:
         return compiled._cache_size()
 
     def trace(self, params: nnx.State, padding: GlobalMicroBatch) -> None:
-        self._programs.trace(padding.packing.rows, padding.packing.row_length)
+        self._programs.trace(padding.packing.rows, padding.packing.row_length, padding.support_capacity)
 
     def ahead(self, params: nnx.State, padding: GlobalMicroBatch) -> None:
         """Returns None: a leaf takes several programs."""
@@ -123,8 +123,7 @@ class LeafSums:
         """Returns inputs of the body, hidden states and head values of each rank's leaf."""
         inputs = [(batch.tokens, batch.positions, batch.segment_ids) for batch in batches]
         hidden = self._programs.body(loaded, [batch.tokens for batch in batches])
-        targets, mask = [batch.targets for batch in batches], [batch.mask for batch in batches]
-        return inputs, hidden, self._programs.head(loaded, hidden, targets, mask)
+        return inputs, hidden, self._programs.head(loaded, hidden, *_head_operands(batches))
 
     def _sums_of_leaves(
         self, loaded: LeafParameters, batches: list[MicroBatch], version: int, constants: LossConstants
@@ -136,8 +135,7 @@ class LeafSums:
         parts, cotangents = zip(
             *(self._loss(value, batch, *of_step) for value, batch in zip(values, batches, strict=True)), strict=True
         )
-        targets, mask = [batch.targets for batch in batches], [batch.mask for batch in batches]
-        gradients = self._programs.head_vjp(loaded, hidden, targets, mask, list(cotangents))
+        gradients = self._programs.head_vjp(loaded, hidden, *_head_operands(batches), list(cotangents))
         operands = zip(loaded.ranks, inputs, parts, gradients, strict=True)
         return [self._leaf(*each, *pair) for *each, pair in operands], values
 
@@ -160,6 +158,11 @@ class LeafSums:
         sums = StepGradient(StepSums.of(d_params, loss, terms), drift)
         # A leaf of padding is neutral in the tree only if no sum is -0.0.
         return jax.tree.map(lambda x: _no_negative_zero(x)[None], sums)
+
+
+def _head_operands(batches: list[MicroBatch]) -> tuple[list, list, list]:
+    """Returns targets, masks and supports of the leaves."""
+    return tuple([getattr(batch, name) for batch in batches] for name in ("targets", "mask", "support"))
 
 
 def _no_negative_zero(x: Array) -> Array:

@@ -55,7 +55,7 @@ class RecomputeSampler(Sampler):
             last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
             operands = (last, model.head(), row_keys, step, done, greedy, support)
             sampled, after, support = self._rule.next_tokens(*operands)
-            return (rows.at[row_numbers, lengths].set(sampled.tokens), after, support), (*sampled[:3], done)
+            return (rows.at[row_numbers, lengths].set(sampled.tokens), after, support), (*sampled[:2], done)
 
         steps = jnp.arange(self._rule.options.max_new_tokens, dtype=jnp.int32)
         nothing = self._rule.no_support(count, model.head()[1].shape[0])

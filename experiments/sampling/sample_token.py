@@ -30,13 +30,12 @@ class SampledToken(NamedTuple):
     """One token per row, with log-probs in nats.
 
     `log_probs` are what a trainer computes: under softmax(logits / temperature) over the whole vocabulary, or over the
-    support where that is recorded, as `kept`. `drawn_log_probs` are renormalized over what top_k, top_p and min_p leave.
-    `cut` says whether the room left out some of that; `mass` is the probability of the support in the whole distribution.
+    support where that is recorded, as `kept`. `cut` says whether the room left out some of that; `mass` is the probability
+    of the support in the whole distribution.
     """
 
     tokens: Int[Array, " B"]
     log_probs: Float[Array, " B"]
-    drawn_log_probs: Float[Array, " B"]
     kept: Bool[Array, "B V"] | None = None
     cut: Bool[Array, " B"] | None = None
     mass: Float[Array, " B"] | None = None
@@ -81,7 +80,7 @@ class CompletionRule:
         if support is not None:
             mass = jnp.where(done, 0.0, sampled.mass)
             support = support.extended(sampled.kept & ~done[:, None], sampled.cut & ~done, mass, step)
-        empty = (self.pad_id, 0.0, 0.0)
+        empty = (self.pad_id, 0.0)
         sampled = SampledToken(*(jnp.where(done, nothing, new) for nothing, new in zip(empty, sampled, strict=False)))
         return sampled, functools.reduce(jnp.logical_or, (sampled.tokens == end for end in self.eos_ids), done), support
 
@@ -114,11 +113,8 @@ def sample_token(
     total = weights.sum(axis=-1)
     drawn_from, drawn_total, kept, cut = weights, total, None, None
     if options.filters:
-        left = scaled >= _threshold(scaled, largest, weights, options)
-        if room is not None:
-            kept, cut = _cut_to_room(scaled, left, room)
-            left = kept
-        drawn_from = jnp.where(left, weights, 0.0)
+        kept, cut = keep(scaled, weights, options, room)
+        drawn_from = jnp.where(kept, weights, 0.0)
         drawn_total = drawn_from.sum(axis=-1)
     if options.greedy:
         tokens = most_likely(scaled)
@@ -127,10 +123,20 @@ def sample_token(
     if greedy is not None:
         tokens = jnp.where(greedy, most_likely(scaled), tokens)
     chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0] - largest[:, 0]
-    drawn = chosen - jnp.log(drawn_total)
     if room is None:
-        return SampledToken(tokens, chosen - jnp.log(total), drawn)
-    return SampledToken(tokens, drawn, drawn, kept, cut, drawn_total / total)
+        return SampledToken(tokens, chosen - jnp.log(total))
+    return SampledToken(tokens, chosen - jnp.log(drawn_total), kept, cut, drawn_total / total)
+
+
+def keep(
+    scaled: Float[Array, "B V"], weights: Float[Array, "B V"], options: SamplingOptions, room: Int[Array, " B"] | None
+) -> tuple[Bool[Array, "B V"], Bool[Array, " B"] | None]:
+    """Returns what top_k, top_p and min_p leave, at most `room` ids of each row, and the rows of which that leaves some out.
+
+    `weights` are exp(scaled - its largest).
+    """
+    left = scaled >= _threshold(scaled, weights, options)
+    return (left, None) if room is None else _cut_to_room(scaled, left, room)
 
 
 def most_likely(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
@@ -180,8 +186,9 @@ def _first_beyond(cumulative: Float[Array, "B n"], goal: Float[Array, " B"]) -> 
     return jnp.argmax(beyond | (cumulative == cumulative[:, -1:]), axis=-1).astype(jnp.int32)
 
 
-def _threshold(scaled, largest, weights, options: SamplingOptions) -> Float[Array, "B 1"]:
+def _threshold(scaled, weights, options: SamplingOptions) -> Float[Array, "B 1"]:
     """Returns the smallest scaled logit of each row that is drawn."""
+    largest = scaled.max(axis=-1, keepdims=True)
     lowest = jnp.full_like(largest, -jnp.inf)
     if options.top_k is not None and options.top_k < scaled.shape[-1]:
         lowest = lax.top_k(scaled, options.top_k)[0][:, -1:]

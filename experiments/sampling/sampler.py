@@ -44,14 +44,12 @@ class Samples(NamedTuple):
         tokens: int32; `pad_id` after the end of a completion.
         log_probs: fp32, nats, each token given the prompt and the tokens before it under softmax(logits / temperature) over
             the whole vocabulary, or over `support`, which a trainer recomputes; 0.0 after the end.
-        drawn_log_probs: the same under the distribution drawn from, which top_k, top_p and min_p may narrow.
         lengths: int32, in [1, N], tokens of each completion, including its end token.
         support: what each token was drawn from, where that is recorded.
     """
 
     tokens: Int[Array | np.ndarray, "B N"]
     log_probs: Float[Array | np.ndarray, "B N"]
-    drawn_log_probs: Float[Array | np.ndarray, "B N"]
     lengths: Int[Array | np.ndarray, " B"]
     support: RecordedSupport | None = None
 
@@ -187,7 +185,7 @@ def _prefill(graph, rule: CompletionRule, copies, state, prompts, lengths, key) 
     log_probs = jnp.zeros((count, size), jnp.float32)
     head = model.head()
     support = rule.no_support(count, head[1].shape[0])
-    samples = Samples(jnp.full((count, size), rule.pad_id, jnp.int32), log_probs, log_probs, zeros, support)
+    samples = Samples(jnp.full((count, size), rule.pad_id, jnp.int32), log_probs, zeros, support)
     rows = _Rows(samples, zeros, jnp.zeros(count, jnp.bool_), keys, greedy, jnp.int32(0), cache)
     return _extended(rule, rows, hidden, head)
 
@@ -228,5 +226,5 @@ def _extended(rule: CompletionRule, rows: _Rows, hidden, head) -> _Rows:
         return lax.dynamic_update_slice_in_dim(column, new[:, None], rows.step, axis=1)
 
     lengths = before.lengths + (~rows.done).astype(jnp.int32)
-    samples = Samples(*map(put, before[:3], sampled[:3]), lengths, support)
+    samples = Samples(*map(put, before[:2], sampled[:2]), lengths, support)
     return replace(rows, samples=samples, tokens=sampled.tokens, done=done, step=rows.step + 1)

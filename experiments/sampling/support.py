@@ -16,6 +16,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxlogp import Support
+
 RESERVED = 1 / 8
 MOST_IDS = 1024
 """Largest number of ids of one token."""
@@ -58,6 +60,16 @@ class RecordedSupport(NamedTuple):
         ids = self.ids.at[rows, places].set(_first_ids(kept, numbers), mode="drop")
         columns = zip(self[1:], (count, cut, mass), strict=True)
         return RecordedSupport(ids, *(column.at[:, step].set(new) for column, new in columns))
+
+
+def flat_support(recorded: RecordedSupport) -> Support:
+    """Returns the ids of all rows one after the other."""
+    rows, capacity = recorded.ids.shape
+    held = jnp.sum(recorded.counts, axis=1, dtype=jnp.int32)
+    starts, numbers = jnp.cumsum(held, dtype=jnp.int32) - held, jnp.arange(capacity, dtype=jnp.int32)
+    places = jnp.where(numbers < held[:, None], starts[:, None] + numbers, rows * capacity)
+    ids = jnp.zeros(rows * capacity, jnp.int32).at[places].set(recorded.ids, mode="drop")
+    return Support(ids, recorded.counts)
 
 
 def _first_ids(kept: Bool[Array, "B V"], numbers: Int[Array, " n"]) -> Int[Array, "B n"]:

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from experiments.invariant.leaf_sums import TreeFold
-from experiments.loop.assemble import assemble
 from experiments.loop.run import train
 from experiments.sampling.options import SamplingOptions
 from tests.experiments.tiny import tiny, train_records
@@ -100,6 +99,34 @@ def test_rollouts_on_another_mesh_draw_the_trainers_numbers(single, runs):
     assert {record["computed/drift_max"] for record in train_records(result)} == {0.0}
 
 
+NUCLEUS = {"rollout": {"top_p": 0.8}, "loss": {"entropy_coefficient": 0.01}}
+
+
+@pytest.fixture(scope="module")
+def nucleus(runs):
+    return run(runs, "data=1,tensor=1", **NUCLEUS)
+
+
+def test_on_a_support_sampler_and_trainer_have_the_same_numbers(nucleus):
+    """Tokens are drawn from a nucleus, and trained on the ids of it."""
+    for record in train_records(nucleus):
+        assert record["drift_max"] == 0.0 and record["kl_new_old"] == 0.0
+        assert record["min_ratio_new_old"] == record["max_ratio_new_old"] == 1.0
+        assert record["head_engine"] == "fixed_order"
+    first = train_records(nucleus)[0]
+    assert 1.0 < first["support_ids"] < 20.0 and 0.8 <= first["support_mass"] < 1.0 and first["grad_norm"] > 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=2,tensor=2", "data=1,tensor=3"])
+def test_on_a_support_the_state_is_the_same_to_the_last_bit(nucleus, runs, mesh):
+    result = run(runs, mesh, **NUCLEUS)
+    assert state_bytes(result) == state_bytes(nucleus)
+    for mine, other in zip(train_records(result), train_records(nucleus), strict=True):
+        assert (mine["support_ids"], mine["loss"]) == (other["support_ids"], other["loss"])
+    assert {record["drift_max"] for record in train_records(result)} == {0.0}
+
+
 @pytest.fixture
 def few_optimizations():
     """What a control shows does not depend on them."""
@@ -158,13 +185,6 @@ def test_the_fold_is_the_tree_over_the_order(count):
 
 def test_a_fold_of_nothing_is_nothing():
     assert TreeFold(lambda left, right: left + right).total() is None
-
-
-@pytest.mark.bad_input
-def test_a_source_that_draws_from_a_part_of_the_distribution_is_refused(tmp_path):
-    policy = assemble(tiny(tmp_path, "bad", invariant=True)).policy()
-    with pytest.raises(ValueError, match="^options: expected no top_k, top_p or min_p with --invariant, .*top_k=3"):
-        policy.generate([[5]], SamplingOptions(2, top_k=3))
 
 
 @pytest.mark.bad_input

@@ -54,7 +54,6 @@ def test_a_token_is_drawn_from_the_most_likely_that_there_is_room_for(options, r
     wanted = np.log(probabilities(scaled, np.asarray(sampled.kept))[rows, tokens])
     # Scaled logits are below 16: their rounding, and that of a difference of two of them.
     np.testing.assert_allclose(sampled.log_probs, wanted, atol=2 * 16 * 2**-24, rtol=0)
-    np.testing.assert_array_equal(sampled.log_probs, sampled.drawn_log_probs)
     whole = probabilities(scaled, np.ones_like(scaled, bool))
     # A sum of 600 and one of those that are left, in fp32, and one division.
     np.testing.assert_allclose(sampled.mass, np.sum(whole * np.asarray(sampled.kept), axis=1), rtol=2 * 600 * 2**-24)
@@ -302,7 +301,6 @@ def test_supports_are_refused_where_nothing_takes_them():
 
 REFUSED = {
     "--loss.on-support: expected no value without --rollout.top-k": {"rollout": RolloutConfig()},
-    "--rollout: expected the whole distribution": {"invariant": True},
     "--loss.engine: expected auto with --loss.on-support": {"loss": LossConfig(on_support=True, engine="chunked")},
     "--loss.support-room: expected 128 without --loss.on-support, got 8": {
         "rollout": RolloutConfig(),

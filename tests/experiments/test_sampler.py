@@ -100,7 +100,7 @@ def test_a_completion_ends_with_its_eos_and_padding_of_log_prob_zero_follows():
     short = long = 0
     for seed in range(8):
         samples = sample(decoder(), ids, lengths, jax.random.key(seed), RULE)
-        for tokens, log_probs, _, length in zip(*samples[:4], strict=True):
+        for tokens, log_probs, length in zip(*samples[:3], strict=True):
             assert EOS not in tokens[: length - 1]
             assert tokens[length - 1] == EOS or length == NEW
             assert (tokens[length:] == PAD).all() and (log_probs[length:] == 0.0).all()

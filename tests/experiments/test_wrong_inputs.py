@@ -222,7 +222,6 @@ GRPO = [
     ("--invariant --schedule.rows 16", "--schedule.rows: expected None or 8 with --invariant, whose micro-batches are"),
     ("--invariant --loss.engine chunked", "--loss.engine: expected auto with --invariant"),
     ("--invariant --loss.gradient-filter 0", "--loss.gradient-filter: expected None with --invariant"),
-    ("--invariant --rollout.top-k 5", "--rollout: expected the whole distribution"),
     ("--invariance.leaf-rows 4", "--invariance: expected no other options without --invariant"),
     ("--correction.level word", "--correction.level: expected one of ('token', 'sequence', 'geometric'), got 'word'"),
     ("--correction.level token --correction.high 0.5", "--correction.high: expected a number of at least 1, got 0.5"),

@@ -75,10 +75,9 @@ class FixedOrderEngine(Engine):
 
     def forward(self, call: HeadCall) -> tuple[TokenLogProbs, Normaliser | Kept]:
         """Computes values per token and, in blocks, what the backward needs of every row of logits."""
-        plan = Plan.of(self.order, call)
         if call.support is not None:
-            return OnSupport(plan, call).forward()
-        operands = Operands(plan, call)
+            return OnSupport(call).forward()
+        operands = Operands(Plan.of(self.order, call), call)
         return _finish(operands, _tile_statistics(operands, call), call)
 
     def backward(self, call: HeadCall, kept: Any, g: TokenLogProbs) -> HeadGradients:
@@ -88,10 +87,10 @@ class FixedOrderEngine(Engine):
             ValueError: if hidden states or a mask are typed as varying over the vocabulary axis; a float psum would sum the
                 gradient.
         """
-        plan, axes = Plan.of(self.order, call), call.axes
         if call.support is not None:
-            return OnSupport(plan, call).backward(kept, g)
+            return OnSupport(call).backward(kept, g)
         require_same_on_all_shards(call)
+        plan, axes = Plan.of(self.order, call), call.axes
         per_token = jax.tree.map(lambda x: plan.blocks(x, 0), (g.log_probs, g.entropy))
         weight_axes, bias_axes = missing_axes(call.weight, axes), missing_axes(call.bias, axes)
         dtypes = call.weight_gradient_dtype, None if call.bias is None else jnp.float32

@@ -4,7 +4,7 @@ A logit is a sum of exact products, in one tree over the hidden dimension. All t
 as integers, in any order and on any number of ranks: with s the power of two above the largest term of a sum, each term is
 x = s (a + b 2^-18 + c 2^-36).
 
-Ids are computed in blocks of one size, as a compiler may give an exponential other bits in another shape.
+Ids and tokens are computed in blocks of one size, as a compiler may give an exponential other bits in another shape.
 """
 
 import functools
@@ -21,7 +21,7 @@ from jaxlogp._compat import vary_over
 from jaxlogp._stats import Normaliser, TokenLogProbs
 from jaxlogp.head.call import HeadCall, HeadGradients
 from jaxlogp.head.fixed_order.nodes import missing_axes, require_same_on_all_shards
-from jaxlogp.head.fixed_order.plan import Plan, finish_logits, product_gradient
+from jaxlogp.head.fixed_order.plan import finish_logits, product_gradient
 from jaxlogp.head.fixed_order.stats import logit_gradient
 from jaxlogp.head.fold import TileSums, carried, finish_sums, from_limbs, limbs, sum_shards, sum_tiles
 from jaxlogp.head.support.ids import values_at
@@ -30,6 +30,7 @@ from jaxlogp.invariance.order import fold_halves
 
 # Two limbs of 2^18 for each id of a block fit into int32, beside what was carried before.
 BLOCK = 2048
+TOKEN_BLOCK = 128
 _MANTISSA_BITS = 23
 # Biased exponent of the largest terms that can be scaled; a sum with a larger one, infinity or NaN is NaN.
 _LARGEST_EXPONENT = 250
@@ -48,8 +49,8 @@ class Kept(NamedTuple):
 class OnSupport:
     """The two passes of one call. After the last id there are ids of no token and no row, up to a whole block."""
 
-    def __init__(self, plan: Plan, call: HeadCall) -> None:
-        self._plan, self._call, self._axes = plan, call, call.axes
+    def __init__(self, call: HeadCall) -> None:
+        self._call, self._axes = call, call.axes
         self._tokens, self._width = call.hidden.shape
         dtype = call.operand_dtype
         self._exact = dtype.itemsize == 2
@@ -71,7 +72,7 @@ class OnSupport:
         sums = sum_shards(self._sums(logits, largest), call.axis_name, call.targets.codes)
         per_block = jax.tree.map(self._in_blocks, (sums, call.targets.mask, call.targets.invalid))
         found = lax.map(lambda x: finish_sums(x[0], x[1], call.vocab_size, x[2]), per_block)
-        values, normaliser = jax.tree.map(self._plan.unblock, found)
+        values, normaliser = jax.tree.map(lambda x: x.reshape(-1)[: self._tokens], found)
         return jax.tree.map(lambda x: nan_where(call.support.broken, x), values), Kept(logits, normaliser)
 
     def backward(self, kept: Kept, g: TokenLogProbs) -> HeadGradients:
@@ -187,8 +188,9 @@ class OnSupport:
         return nan_where(exponent > _LARGEST_EXPONENT, sums)
 
     def _in_blocks(self, x: Array) -> Array:
-        """[..., tokens] as [blocks, ..., rows]."""
-        return jnp.moveaxis(self._plan.blocks(jnp.moveaxis(x, -1, 0), 0), 1, -1)
+        """[..., tokens] as [blocks, ..., tokens of a block]."""
+        padded = jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, -self._tokens % TOKEN_BLOCK)])
+        return jnp.moveaxis(padded.reshape(*x.shape[:-1], -1, TOKEN_BLOCK), -2, 0)
 
     def _per_block(self, step: Callable[[Slice], Array], fill: float) -> Float[Array, " ids"]:
         """Computes one number for each id, block by block."""

@@ -8,6 +8,7 @@ weight's gradient are those of ``hopper``, to the last bit.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +25,10 @@ from jaxlogp.head.fixed_order.nodes import (
     sum_nodes,
     why_not_shards,
 )
+from jaxlogp.head.fixed_order.on_support import OnSupport
 from jaxlogp.head.hopper.engine import HopperEngine
 from jaxlogp.head.hopper.gradients import head_gradients
-from jaxlogp.head.hopper.values import KeptStatistics, head_values
+from jaxlogp.head.hopper.values import head_values
 from jaxlogp.head.row_scalars import row_scalars
 from jaxlogp.invariance.exact import no_negative_zero
 from jaxlogp.invariance.order import ReductionOrder, fold_tree
@@ -44,6 +46,7 @@ class FixedOrderHopperEngine(HopperEngine):
     order: ReductionOrder = dataclasses.field(default_factory=ReductionOrder.for_hopper)
     name = "hopper_fixed_order"
     reduces_gradients = True
+    takes_support = True
 
     def why_not(self, call: HeadCall) -> str | None:
         """Refuses what ``hopper`` refuses, a filter, a given chunk, and shards that do not match the order."""
@@ -57,17 +60,21 @@ class FixedOrderHopperEngine(HopperEngine):
         """Returns shards that own whole granules."""
         return self.order.shards(vocab_size, num_shards)
 
-    def forward(self, call: HeadCall) -> tuple[TokenLogProbs, KeptStatistics]:
-        """Runs the forward of ``hopper``."""
+    def forward(self, call: HeadCall) -> tuple[TokenLogProbs, Any]:
+        """Runs the forward of ``hopper``; on a support, that of ``fixed_order``."""
+        if call.support is not None:
+            return OnSupport(call).forward()
         return head_values(call.typed(), self)
 
-    def backward(self, call: HeadCall, kept: KeptStatistics, g: TokenLogProbs) -> HeadGradients:
+    def backward(self, call: HeadCall, kept: Any, g: TokenLogProbs) -> HeadGradients:
         """Computes gradients, with those of the hidden states summed over granules and ranks in the fixed order.
 
         Raises:
             ValueError: if hidden states or a mask are typed as varying over the vocabulary axis, or a weight is typed as the
                 same on ranks that hold other tokens; a float psum would sum the gradient.
         """
+        if call.support is not None:
+            return OnSupport(call).backward(kept, g)
         require_same_on_all_shards(call)
         axes = call.axes
         same = missing_axes(call.weight, axes)
