@@ -163,7 +163,7 @@ class Loop:
         """Waits for the checkpoint of step 0: once a step is logged, a resume can no longer begin this phase again."""
         if self._in_warm_start:
             self._in_warm_start = False
-            self._writer.wait_until_finished()
+            self._wait_until_saved()
             self._writer.forget_warm_start()
 
     @property
@@ -295,6 +295,10 @@ class Loop:
         """A durable checkpoint of this step, if there is anything to save yet."""
         if self.before is not None or self.progress.step > 0:
             self._save()
+            self._wait_until_saved()
+
+    def _wait_until_saved(self) -> None:
+        with self._console.waiting("the checkpoint"):
             self._writer.wait_until_finished()
 
     def _with_rewards(self, function: Callable[[], Any]) -> Any:
@@ -312,7 +316,7 @@ class Loop:
     def _require(self, step: int, what: str, found: str | None) -> None:
         """Ends the run without a checkpoint of a damaged state."""
         if found is not None:
-            self._writer.wait_until_finished()
+            self._wait_until_saved()
             raise GuardAbort(f"{self._phase.at(step)}: {what}: {found}; {resume_hint(self._folder, self._config)}")
 
     def _answer_signals(self) -> None:

@@ -146,7 +146,8 @@ class Found:
 
     def assemble(self, *, restored: bool = False) -> Setup:
         given = {"model": self.model, "restored": restored, "source": self.source}
-        return assemble(self.config, self.task, self.rewards, **given)
+        with RunConsole(self.config.quiet).waiting("making model, learner and sampler"):
+            return assemble(self.config, self.task, self.rewards, **given)
 
     def with_remat(self, policy: str) -> "Found":
         """Returns the same with another recomputation, of a decoder."""

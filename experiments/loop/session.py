@@ -45,7 +45,10 @@ def run_to_end(
             RunWriter(folder, setup.config.checkpoint.keep, identity) as writer,
         ):
             run = _Session(setup, folder, console, writer, signals, resumption)
-            return run.resume_training(step) if resumption is not None and writer.begun else run.begin(step)
+            outcome = run.resume_training(step) if resumption is not None and writer.begun else run.begin(step)
+            with console.waiting("the last checkpoint"):
+                writer.wait_until_finished()
+            return outcome
     except KeyboardInterrupt:
         sentence = f"SIGINT twice: stopped at once; {resume_hint(folder, setup.config)}"
         # No other process knows of it: they would wait for this one.

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import ClassVar, NamedTuple, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -24,7 +24,7 @@ HEADER_EVERY = 20
 ROWS = 40
 """Number of rows by default, off a terminal."""
 SILENCE_SECONDS = 9.0
-"""Longest time without a line while programs are compiled."""
+"""Longest time without a line while something is waited for."""
 SPEED_SECONDS = 600.0
 """Period that the time left is estimated from: rich's 30 s would give none where steps take as long."""
 
@@ -83,6 +83,8 @@ class RunConsole:
     between two rows off a terminal; None lets the number of rows decide.
     """
 
+    _last_line: ClassVar[float] = 0.0
+
     def __init__(
         self,
         quiet: bool = False,
@@ -114,12 +116,14 @@ class RunConsole:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Generator[None, None, None]:
-        """Says again and again, while the block runs, what is waited for; nothing if it is short."""
+        """Says what is waited for, while the block runs, whenever no run has printed a line for `SILENCE_SECONDS`."""
         over, started = threading.Event(), time.monotonic()
 
         def tell() -> None:
-            while not over.wait(SILENCE_SECONDS):
-                self.say(f"{what}: {time.monotonic() - started:.0f} s so far")
+            # Several short waits one after the other are one long silence.
+            while not over.wait(max(0.01, RunConsole._last_line + SILENCE_SECONDS - time.monotonic())):
+                if time.monotonic() - RunConsole._last_line >= SILENCE_SECONDS:
+                    self.say(f"{what}: {time.monotonic() - started:.0f} s so far")
 
         thread = threading.Thread(target=tell, name="waiting", daemon=True)
         thread.start()
@@ -164,6 +168,7 @@ class RunConsole:
             self._print(f"{name}: {score}")
 
     def _print(self, text: str, style: str | None = None) -> None:
+        RunConsole._last_line = time.monotonic()
         # A terminal of another encoding may have no ×.
         encoding = self._console.encoding
         text = printable(text).encode(encoding, "backslashreplace").decode(encoding)

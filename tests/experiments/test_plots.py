@@ -303,6 +303,16 @@ def test_a_long_wait_is_not_silent(monkeypatch):
     assert stream.getvalue().splitlines() == told and not silent.getvalue()
 
 
+def test_short_waits_after_one_another_are_one_silence(monkeypatch):
+    monkeypatch.setattr(console_module, "SILENCE_SECONDS", 0.4)
+    console = RunConsole(stream=(stream := io.StringIO()))
+    console.say("begins")
+    for number in range(10):
+        with console.waiting(f"part {number}"):
+            time.sleep(0.1)
+    assert 1 <= stream.getvalue().count(" s so far") <= 3
+
+
 def test_the_last_step_before_an_error_has_a_row():
     console = RunConsole(stream=(stream := io.StringIO()))
     with pytest.raises(KeyboardInterrupt), console.progress("GRPO", 1000):
