@@ -1,5 +1,7 @@
 """A second call of the same shapes compiles nothing, also outside of jit: JAX's own event is counted."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +28,12 @@ H, W = (jnp.asarray(RNG.normal(size=size), jnp.float32) for size in [(4, HIDDEN)
 TARGETS = jnp.asarray([0, 12, 13, 25])
 OLD, ONES = jnp.asarray(-RNG.random(4), jnp.float32), jnp.ones(4)
 LABELS = ONES > 0
-MESH = {"mesh": jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])}
+
+
+@functools.cache
+def mesh():
+    return jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+
 
 ENGINES = {
     "reference": "reference",
@@ -39,16 +46,16 @@ HEADS = {
     "log-probs": lambda h, w, **options: linear_log_probs(h, w, TARGETS, **options).log_probs.sum(),
     "loss": lambda h, w, **options: linear_policy_loss(h, w, TARGETS, OLD, ONES, LABELS, **options)[0].sum,
     "sharded log-probs": lambda h, w, **options: sharded_linear_log_probs(
-        h, w, TARGETS, **MESH, **options
+        h, w, TARGETS, mesh=mesh(), **options
     ).log_probs.sum(),
     "sharded loss": lambda h, w, **options: (
-        sharded_linear_policy_loss(h, w, TARGETS, OLD, ONES, LABELS, **MESH, **options)[0].sum
+        sharded_linear_policy_loss(h, w, TARGETS, OLD, ONES, LABELS, mesh=mesh(), **options)[0].sum
     ),
 }
 OTHERS = {
     "logits": lambda h, w: log_probs_from_logits(h @ w.T, TARGETS).log_probs.sum(),
     "embedding": lambda h, w: embedding_lookup(w, TARGETS).sum(),
-    "sharded embedding": lambda h, w: sharded_embedding_lookup(w, TARGETS, **MESH).sum(),
+    "sharded embedding": lambda h, w: sharded_embedding_lookup(w, TARGETS, mesh=mesh()).sum(),
 }
 
 
@@ -97,5 +104,5 @@ def test_every_call_outside_of_jit_is_recorded(name):
 
 
 def test_a_program_is_not_reused_for_other_options():
-    plain, scaled = (sharded_linear_log_probs(H, W, TARGETS, **MESH, logit_scale=scale) for scale in (1.0, 0.5))
+    plain, scaled = (sharded_linear_log_probs(H, W, TARGETS, mesh=mesh(), logit_scale=scale) for scale in (1.0, 0.5))
     assert jnp.max(jnp.abs(plain.log_probs - scaled.log_probs)) > 0.1
