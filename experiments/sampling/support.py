@@ -54,10 +54,11 @@ class RecordedSupport(NamedTuple):
         numbers = jnp.arange(min(capacity, kept.shape[1], MOST_IDS), dtype=jnp.int32)
         count = jnp.sum(kept, axis=1, dtype=jnp.int32)
         start = jnp.sum(self.counts, axis=1)
-        # What is not below the count is written nowhere.
-        places = jnp.where(numbers < count[:, None], start[:, None] + numbers, capacity)
+        # What is not below the count is written nowhere. No place occurs twice: with xla_gpu_deterministic_ops a GPU writes
+        # wrong values otherwise (jax-ml/jax#27796).
+        places = jnp.where(numbers < count[:, None], start[:, None] + numbers, capacity + numbers)
         rows = jnp.arange(len(start), dtype=jnp.int32)[:, None]
-        ids = self.ids.at[rows, places].set(_first_ids(kept, numbers), mode="drop")
+        ids = self.ids.at[rows, places].set(_first_ids(kept, numbers), mode="drop", unique_indices=True)
         columns = zip(self[1:], (count, cut, mass), strict=True)
         return RecordedSupport(ids, *(column.at[:, step].set(new) for column, new in columns))
 
@@ -67,8 +68,9 @@ def flat_support(recorded: RecordedSupport) -> Support:
     rows, capacity = recorded.ids.shape
     held = jnp.sum(recorded.counts, axis=1, dtype=jnp.int32)
     starts, numbers = jnp.cumsum(held, dtype=jnp.int32) - held, jnp.arange(capacity, dtype=jnp.int32)
-    places = jnp.where(numbers < held[:, None], starts[:, None] + numbers, rows * capacity)
-    ids = jnp.zeros(rows * capacity, jnp.int32).at[places].set(recorded.ids, mode="drop")
+    beyond = rows * capacity + numbers + capacity * jnp.arange(rows, dtype=jnp.int32)[:, None]
+    places = jnp.where(numbers < held[:, None], starts[:, None] + numbers, beyond)
+    ids = jnp.zeros(rows * capacity, jnp.int32).at[places].set(recorded.ids, mode="drop", unique_indices=True)
     return Support(ids, recorded.counts)
 
 

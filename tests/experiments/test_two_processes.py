@@ -70,7 +70,9 @@ def options(tmp_path_factory):
     sizes = (
         "--schedule.rows 1 --schedule.row-length 16 --rollout.max-new-tokens 4 --rollout.prompts-per-rollout 6 "
         f"--rollout.num-generations {DOCUMENTS // 6} --schedule.docs-per-step 24 --schedule.epochs 1 "
-        "--warm-start.max-steps 2 --drift.every 0 --evaluation.every 0 --evaluation.no-kl --mesh data=2"
+        "--warm-start.max-steps 2 --drift.every 0 --evaluation.every 0 --evaluation.no-kl --mesh data=2 "
+        # Two numbers that follow from a whole step.
+        "--correction.level token --correction.high 2 --correction.normalize --loss.entropy-target 1"
     )
     return [*TINY, "--task", f"jsonl:{path}", *sizes.split()]
 
