@@ -171,7 +171,8 @@ def started(arguments, folder):
 
 
 SIGNALS = {signal.SIGINT: "error: interrupted\n", signal.SIGTERM: "error: ended by SIGTERM\n"}
-WAIT = "print('begun', flush=True); time.sleep(60)"
+# A signal that comes just before a sleep is answered after it.
+WAIT = "print('begun', flush=True); [time.sleep(0.05) for _ in range(1200)]"
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -276,7 +276,7 @@ def test_every_completion_is_decoded_by_one_process(three, monkeypatch):
         del params, prompts, lengths, copies, key
         tokens = np.array([row + [0] * (4 - len(row)) for row in answers], np.int32)
         counts = np.array([row.index(EOS_ID) + 1 if EOS_ID in row else len(row) for row in answers], np.int32)
-        return Samples(tokens, tokens * np.float32(-0.5), tokens * np.float32(-0.5), counts)
+        return Samples(tokens, tokens * np.float32(-0.5), counts)
 
     reward = Rewards((RewardTerm("length", lambda example, completion: len(completion)),))
 

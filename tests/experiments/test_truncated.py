@@ -59,7 +59,7 @@ def test_a_stop_text_ends_a_completion_at_the_token_that_completes_it():
             drawn = [each.ids.tolist() for each in POLICY.generate(prompts, SamplingOptions(3), copies=copies)]
             tokens = np.array([row + [0] * (3 - len(row)) for row in drawn], np.int32)
             log_probs = np.full(tokens.shape, -0.5, np.float32)
-            return Samples(tokens, log_probs, log_probs, np.array([len(row) for row in drawn], np.int32))
+            return Samples(tokens, log_probs, np.array([len(row) for row in drawn], np.int32))
 
         return draw
 
