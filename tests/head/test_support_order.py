@@ -13,7 +13,7 @@ from jaxlogp.head import FixedOrderEngine, record_head_runs
 from jaxlogp.head.fixed_order import on_support
 from jaxlogp.invariance import ReductionOrder
 from tests.head.support_case import ALL_OPTIONS, Values, case, check, expected, gradients
-from tests.head.test_support import BF16_ERROR, BROKEN, mesh, over_ranks
+from tests.head.test_support import BF16_ERROR, BROKEN, check_broken, mesh, over_ranks
 
 ORDER = ReductionOrder()
 VOCAB, SHAPE = 60, (3, 8)
@@ -165,15 +165,7 @@ def test_a_frozen_head_has_the_gradient_of_hidden_alone():
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_under_jit_a_broken_support_gives_nan_for_its_token_alone(name):
-    support, token, has_entropy = BROKEN[name]
-    data = case()
-    clean, seen = numbers(data), numbers({**data, "support": support})
-    broken = np.arange(24) == token
-    assert np.isnan(seen.log_probs.reshape(-1)[token]) and np.isnan(seen.hidden.reshape(24, -1)[token]).all()
-    assert np.isnan(seen.entropy.reshape(-1)[token]) != has_entropy
-    for values, others in zip(seen[:4], clean[:4], strict=True):
-        values, others = (np.asarray(x).reshape(24, -1)[~broken] for x in (values, others))
-        np.testing.assert_array_equal(values, others)
+    check_broken(name, numbers)
 
 
 def test_operands_that_are_not_finite_give_nan():

@@ -31,11 +31,12 @@ from jaxlogp.head.fixed_order.nodes import (
     sum_nodes,
     why_not_shards,
 )
-from jaxlogp.head.fixed_order.on_support import Kept, OnSupport
+from jaxlogp.head.fixed_order.on_support import OnSupport
 from jaxlogp.head.fixed_order.plan import Operands, Plan, Tile, product_gradient
 from jaxlogp.head.fixed_order.stats import live_tokens, logit_gradient, tile_statistics
 from jaxlogp.head.fold import finish_sums, sum_shards, sum_tiles
 from jaxlogp.head.projection import dot
+from jaxlogp.head.support.engine import Kept
 from jaxlogp.invariance.exact import no_negative_zero
 from jaxlogp.invariance.order import ReductionOrder, fold_halves, fold_tree
 

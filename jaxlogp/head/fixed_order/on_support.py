@@ -9,7 +9,6 @@ Ids and tokens are computed in blocks of one size, as a compiler may give an exp
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +17,13 @@ from jaxtyping import Array, Float, Int
 
 from jaxlogp._arrays import nan_where
 from jaxlogp._compat import vary_over
-from jaxlogp._stats import Normaliser, TokenLogProbs
+from jaxlogp._stats import TokenLogProbs
 from jaxlogp.head.call import HeadCall, HeadGradients
 from jaxlogp.head.fixed_order.nodes import missing_axes, require_same_on_all_shards
 from jaxlogp.head.fixed_order.plan import finish_logits, product_gradient
 from jaxlogp.head.fixed_order.stats import logit_gradient
 from jaxlogp.head.fold import TileSums, carried, finish_sums, from_limbs, limbs, sum_shards, sum_tiles
+from jaxlogp.head.support.engine import Kept, column_of_target
 from jaxlogp.head.support.ids import values_at
 from jaxlogp.invariance.exact import product
 from jaxlogp.invariance.order import fold_halves
@@ -39,13 +39,6 @@ Slice = Callable[[Array], Array]
 """Takes the ids of one block out of an array of all."""
 
 
-class Kept(NamedTuple):
-    """What the backward needs: a logit of each id, and the normaliser of each token."""
-
-    logits: Float[Array, " ids"]
-    normaliser: Normaliser
-
-
 class OnSupport:
     """The two passes of one call. After the last id there are ids of no token and no row, up to a whole block."""
 
@@ -59,7 +52,7 @@ class OnSupport:
         self._row = jnp.pad(call.support.row, missing, constant_values=call.num_columns)
         self._token = jnp.pad(call.support.token, missing, constant_values=self._tokens)
         self._blocks = -(-call.support.count // BLOCK)
-        self._column = jnp.where(self._row == values_at(call.targets.column, self._token, -1), 0, -1)
+        self._column = jnp.pad(column_of_target(call), missing, constant_values=-1)
 
     def forward(self) -> tuple[TokenLogProbs, Kept]:
         """Computes values per token."""
@@ -196,15 +189,17 @@ class OnSupport:
         """Computes one number for each id, block by block."""
 
         def body(index: Array, x: Array) -> Array:
-            here = functools.partial(lax.dynamic_slice_in_dim, start_index=index * BLOCK, slice_size=BLOCK)
-            return lax.dynamic_update_slice_in_dim(x, step(here), index * BLOCK, axis=0)
+            return lax.dynamic_update_slice_in_dim(x, step(_block(index)), index * BLOCK, axis=0)
 
         numbers = vary_over(jnp.full(self._row.shape, fill, jnp.float32), self._axes)
         return lax.fori_loop(0, self._blocks, body, numbers)
 
     def _over_blocks(self, step: Callable[[Slice, Array], Array], carry: Array) -> Array:
         def body(index: Array, carry: Array) -> Array:
-            here = functools.partial(lax.dynamic_slice_in_dim, start_index=index * BLOCK, slice_size=BLOCK)
-            return step(here, carry)
+            return step(_block(index), carry)
 
         return lax.fori_loop(0, self._blocks, body, vary_over(carry, self._axes))
+
+
+def _block(index: Array) -> Slice:
+    return functools.partial(lax.dynamic_slice_in_dim, start_index=index * BLOCK, slice_size=BLOCK)

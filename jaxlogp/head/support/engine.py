@@ -37,7 +37,7 @@ from jaxlogp.head.projection import finish_logits, product_gradient
 from jaxlogp.head.support.ids import values_at
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
     """What the backward needs: a logit of each id and the normaliser of each token."""
 
     logits: Float[Array, " capacity"]
@@ -57,7 +57,7 @@ class SupportHead(Engine):
     masks_hidden = True
     takes_support = needs_support = True
 
-    def forward(self, call: HeadCall) -> tuple[TokenLogProbs, _Kept]:
+    def forward(self, call: HeadCall) -> tuple[TokenLogProbs, Kept]:
         """Computes a logit for each id and reduces them per token."""
         targets = call.targets
         logits = self._logits(call)
@@ -65,9 +65,9 @@ class SupportHead(Engine):
         values, normaliser = finish(
             all_reduce(local, call.axis_name, targets.codes), targets.mask, call.vocab_size, targets.invalid
         )
-        return jax.tree.map(lambda x: nan_where(call.support.broken, x), values), _Kept(logits, normaliser)
+        return jax.tree.map(lambda x: nan_where(call.support.broken, x), values), Kept(logits, normaliser)
 
-    def backward(self, call: HeadCall, kept: _Kept, g: TokenLogProbs) -> HeadGradients:
+    def backward(self, call: HeadCall, kept: Kept, g: TokenLogProbs) -> HeadGradients:
         """Turns each logit into its gradient, and adds its row of either operand to the row of the other's gradient."""
         per_token = (kept.normaliser, g.log_probs, g.entropy)
         per_token = jax.tree.map(lambda x: _of_tokens(x, call.support.token), per_token)
