@@ -30,9 +30,10 @@ from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import make_mesh, parse_mesh
 from experiments.models.named_shapes import NAMED_SHAPES
 from experiments.models.sharding import parameter_shardings
+from experiments.sampling.decoder_sampler import DecoderSampler
 from experiments.sampling.options import SamplingOptions
 from experiments.sampling.sample_token import CompletionRule
-from experiments.sampling.sampler import DecoderSampler, SampledModel
+from experiments.sampling.sampler import SampledModel
 from jaxlogp.errors import require
 
 

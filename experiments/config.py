@@ -246,6 +246,8 @@ def _validate_invariant(config: Config, mesh: MeshSpec) -> None:
     require(repeatable, "--model.attention", "auto, repeatable or einsum with --invariant", attention)
     accumulate = config.schedule.accumulate
     require(accumulate == "float32", "--schedule.accumulate", "float32 with --invariant", accumulate)
+    drawn = config.rollout.rows
+    require(drawn is None, "--rollout.rows", "None with --invariant, which draws as many rows as a leaf has", drawn)
 
 
 def _validate_filter(config: Config) -> None:
@@ -296,7 +298,7 @@ _OF_REINFORCEMENT = ("rollout", "reward", "loss", "correction", "rejection", "wa
 _OF_HEAD = ("engine", "token_chunk", "vocab_tile", "gradient_filter")
 
 _CHANGEABLE = {
-    *("mesh", "rollout.mesh", "quiet", "log_every", "schedule.steps", "optimizer.learning_rate"),
+    *("mesh", "rollout.mesh", "rollout.rows", "quiet", "log_every", "schedule.steps", "optimizer.learning_rate"),
     *("evaluation", "checkpoint", "drift", "guards"),
 }
 # With it a checkpoint holds the policy that training began with; one that was saved without it cannot bring it back.

@@ -67,6 +67,9 @@ class RolloutConfig:
     """Prompts per rollout, all completed with the same parameters."""
     num_generations: Annotated[int, AtLeast(2)] = 8
     """Completions per prompt: the size of an advantage group."""
+    rows: Annotated[int | None, AtLeast(1)] = None
+    """Completions drawn at a time on one data rank, also by an evaluation. The next takes the place of one that has ended.
+    The same tokens are drawn, in less memory. None: all of a rollout at once."""
     # Beyond this, logits or their gradients leave the range of fp32, or nothing is left of a difference between them.
     temperature: Annotated[float, Within(0.01, 100.0)] = 1.0
     """Divisor of the logits, in the sampler and in the trainer."""
@@ -112,4 +115,5 @@ class RolloutConfig:
         """
         filters = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
         with option_errors("rollout"):
-            return SamplingOptions(max_new_tokens, self.temperature, stop=self.stop, **filters, **recording)
+            own = {"stop": self.stop, "rows": self.rows, **filters, **recording}
+            return SamplingOptions(max_new_tokens, self.temperature, **own)

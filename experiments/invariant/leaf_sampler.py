@@ -20,6 +20,7 @@ from experiments.models.attention import RowCache
 from experiments.sampling.sample_token import CompletionRule, keep, keys_of_rows, logits_of, most_likely
 from experiments.sampling.sampler import Sampler, Samples
 from experiments.sampling.support import RecordedSupport, flat_support
+from jaxlogp.errors import require
 
 
 class _Rows(NamedTuple):
@@ -43,6 +44,8 @@ class InvariantSampler(Sampler):
     """A `Sampler`, leaf by leaf; the same draws on every mesh."""
 
     def __init__(self, programs: LeafPrograms, rule: CompletionRule, row_length: int, leaf_rows: int) -> None:
+        rows = rule.options.rows
+        require(rows is None, "rows", "None with --invariant, which draws as many rows as a leaf has", rows)
         self._programs, self._rule = programs, rule
         self._max_new_tokens, self._row_length = rule.options.max_new_tokens, row_length
         self._leaf_rows, self._group = leaf_rows, leaf_rows * programs.ranks.count
@@ -146,10 +149,11 @@ class InvariantSampler(Sampler):
         options, support = self._rule.options, rows.support
         if options.filters:
             weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
-            kept, cut = keep(logits, weights, options, None if support is None else support.room(step))
+            at = jnp.arange(len(live), dtype=jnp.int32)[None], jnp.broadcast_to(step, len(live))
+            kept, cut = keep(logits, weights, options, None if support is None else support.room(*at))
             if support is not None:
                 mass = jnp.where(kept, weights, 0.0).sum(axis=-1) / weights.sum(axis=-1)
-                support = support.extended(kept & live[:, None], cut & live, jnp.where(live, mass, 0.0), step)
+                support = support.extended(*at, kept & live[:, None], cut & live, jnp.where(live, mass, 0.0))
             logits = jnp.where(kept, logits, -jnp.inf)
         greedy = self._rule.greedy_rows(row_ids, copies)
         if options.greedy:

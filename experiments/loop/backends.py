@@ -17,10 +17,11 @@ from experiments.models.mesh import TENSOR_AXIS, make_mesh, parse_mesh
 from experiments.models.placement import placed
 from experiments.models.sharding import parameter_shardings, place_parameters
 from experiments.options import option_errors
+from experiments.sampling.decoder_sampler import DecoderSampler
 from experiments.sampling.options import SamplingOptions
 from experiments.sampling.recompute import RecomputeSampler
 from experiments.sampling.sample_token import CompletionRule
-from experiments.sampling.sampler import DecoderSampler, SampledModel, Sampler
+from experiments.sampling.sampler import SampledModel, Sampler
 from jaxlogp.errors import require
 from jaxlogp.head.registry import default_shards
 

@@ -83,7 +83,8 @@ def make_inference(
     else:
         rewards = config.reward.rewards(task) if rewards is None else rewards
         sizes = length_limits(task, tokenizer, config.rollout, config.schedule, mesh, backend.leaf_rows)
-        options = SamplingOptions(sizes.completion, temperature=1.0, stop=config.rollout.stop)
+        rollout = config.rollout
+        options = SamplingOptions(sizes.completion, temperature=1.0, stop=rollout.stop, rows=rollout.rows)
         evaluation = AnswerEvaluation(task, rewards, config.evaluation.num_prompts, sizes.prompt, options)
     shapes = mesh.ranks, sizes.rows, sizes.row, model.vocab_size, tokenizer.pad_id
     return Inference(

@@ -24,6 +24,7 @@ ACCURACY = 1.1
 CURES = {
     "schedule.rows": "fewer --schedule.rows",
     "model.remat": "--model.remat full",
+    "rollout.rows": "--rollout.rows (fewer completions at a time)",
     "rollout.prompts_per_rollout": "fewer --rollout.prompts-per-rollout",
     "evaluation.num_prompts": "fewer --evaluation.num-prompts",
     "schedule.accumulate": "--schedule.accumulate bfloat16",

@@ -113,7 +113,7 @@ class DecoderLayer(nnx.Module):
             attended, held = attend_triton(self._projections(x), preparation, cache, first, **options)
         else:
             new = (each[:, 0] for each in self.queries_keys_values(x, tables))
-            attended, held = attend_cached(*new, cache, window=window, **self.attention_options)
+            attended, held = attend_cached(*new, cache, window=window, mesh=mesh, **self.attention_options)
         return attended[:, None], held
 
     @jax.named_scope("projections")

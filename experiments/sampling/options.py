@@ -28,6 +28,8 @@ class SamplingOptions:
         record_support: record the ids that each token is drawn from, and its log-prob over these. Where top_k, top_p and
             min_p leave more than there is room for (`experiments.sampling.support`), it draws among the most likely of them.
         support_room: ids a token, on average over a completion, for which there is room.
+        rows: completions drawn at a time by each data rank, where the next takes the place of one that has ended; None for
+            all at once.
     """
 
     max_new_tokens: int
@@ -40,6 +42,7 @@ class SamplingOptions:
     stop: tuple[str, ...] = ()
     record_support: bool = False
     support_room: int = 128
+    rows: int | None = None
 
     def __post_init__(self) -> None:
         require(self.max_new_tokens >= 1, "max_new_tokens", "at least 1", self.max_new_tokens)
@@ -50,6 +53,7 @@ class SamplingOptions:
         require(0.0 <= self.min_p <= 1.0, "min_p", "a number in [0, 1]", self.min_p)
         require(all(self.stop), "stop", "texts of at least one character", "an empty one")
         require(self.support_room >= 1, "support_room", "at least 1", self.support_room)
+        require(self.rows is None or self.rows >= 1, "rows", "at least 1, or None", self.rows)
         expected = "False without top_k, top_p or min_p, where it is the whole vocabulary"
         require(self.filters or not self.record_support, "record_support", expected, True)
 

@@ -11,12 +11,15 @@ from experiments.models.mesh import split_rows
 from experiments.models.placement import bytes_a_device, whole_on_host
 from experiments.sampling.sample_token import CompletionRule, keys_of_rows
 from experiments.sampling.sampler import SampledModel, Sampler, Samples
+from jaxlogp.errors import require
 
 
 class RecomputeSampler(Sampler):
     """A `Sampler` whose work grows with the square of a row's tokens."""
 
     def __init__(self, model: SampledModel, rule: CompletionRule) -> None:
+        rows = rule.options.rows
+        require(rows is None, "rows (--rollout.rows)", "None for a model without a key-value cache", rows)
         self._model, self._rule = model, rule
         self._run = jax.jit(self._completed, static_argnums=4)
 
@@ -53,7 +56,8 @@ class RecomputeSampler(Sampler):
             positions = jnp.where(segments == 0, place, place - lengths[:, None])
             hidden = model.hidden_states(rows, positions, segments)
             last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-            operands = (last, model.head(), row_keys, step, done, greedy, support)
+            steps = jnp.broadcast_to(step, count)
+            operands = (last, model.head(), row_keys, steps, done, greedy, support, row_numbers[None])
             sampled, after, support = self._rule.next_tokens(*operands)
             return (rows.at[row_numbers, lengths].set(sampled.tokens), after, support), (*sampled[:2], done)
 

@@ -67,19 +67,23 @@ class CompletionRule:
         hidden,
         head,
         row_keys,
-        step,
+        steps: Int[Array, " B"],
         done,
         greedy: Bool[Array, " B"] | None = None,
         support: RecordedSupport | None = None,
+        rows: Int[Array, "ranks C"] | None = None,
     ) -> tuple[SampledToken, Bool[Array, " B"], RecordedSupport | None]:
         """Returns one token per row, padding and a log-prob of 0.0 where the row is done, which are done after it, and the
-        support with that of these tokens."""
-        keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, step)
-        room = None if support is None else support.room(step)
+        support with that of these tokens.
+
+        `steps` are the tokens that each row has. Its support is that of `rows` (`RecordedSupport.extended`), if it has one.
+        """
+        keys = jax.vmap(jax.random.fold_in)(row_keys, steps)
+        room = None if support is None else support.room(rows, steps)
         sampled = sample_token(logits_of(hidden, *head), keys, self.options, room, greedy)
         if support is not None:
-            mass = jnp.where(done, 0.0, sampled.mass)
-            support = support.extended(sampled.kept & ~done[:, None], sampled.cut & ~done, mass, step)
+            kept, cut, mass = sampled.kept & ~done[:, None], sampled.cut & ~done, jnp.where(done, 0.0, sampled.mass)
+            support = support.extended(rows, steps, kept, cut, mass)
         empty = (self.pad_id, 0.0)
         sampled = SampledToken(*(jnp.where(done, nothing, new) for nothing, new in zip(empty, sampled, strict=False)))
         return sampled, functools.reduce(jnp.logical_or, (sampled.tokens == end for end in self.eos_ids), done), support

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from experiments.models.attention import put_in_ranks, rows_of_ranks
 from jaxlogp import Support
 
 RESERVED = 1 / 8
@@ -39,28 +40,38 @@ class RecordedSupport(NamedTuple):
         counts = jnp.zeros((rows, new_tokens), jnp.int32)
         return cls(ids, counts, counts > 0, counts.astype(jnp.float32))
 
-    def room(self, step: Int[Array, ""]) -> Int[Array, " B"]:
-        """Returns how many ids the next token may have, so that those after it have the ids that are reserved for them."""
+    def room(self, rows: Int[Array, "ranks C"], steps: Int[Array, " ranks*C"]) -> Int[Array, " ranks*C"]:
+        """Returns how many ids the next tokens of these rows, counted among those of each rank, may have.
+
+        The tokens after them have the ids that are reserved for them.
+        """
         (_, capacity), new_tokens = self.ids.shape, self.counts.shape[1]
         reserved = max(1, int(RESERVED * (capacity // new_tokens)))
-        left = capacity - jnp.sum(self.counts, axis=1) - reserved * (new_tokens - 1 - step)
+        left = capacity - self._held(rows) - reserved * (new_tokens - 1 - steps)
         return jnp.minimum(left, MOST_IDS)
 
     def extended(
-        self, kept: Bool[Array, "B V"], cut: Bool[Array, " B"], mass: Float[Array, " B"], step: Int[Array, ""]
+        self,
+        rows: Int[Array, "ranks C"],
+        steps: Int[Array, " ranks*C"],
+        kept: Bool[Array, "ranks*C V"],
+        cut: Bool[Array, " ranks*C"],
+        mass: Float[Array, " ranks*C"],
     ) -> "RecordedSupport":
-        """Returns the support with that of one more token: `kept` among the vocabulary, none where a row has ended."""
+        """Returns the support with that of one more token of these rows, as in `room`: `kept` among the vocabulary.
+
+        No row may occur twice. Those that do not exist are left out.
+        """
         capacity = self.ids.shape[1]
         numbers = jnp.arange(min(capacity, kept.shape[1], MOST_IDS), dtype=jnp.int32)
         count = jnp.sum(kept, axis=1, dtype=jnp.int32)
-        start = jnp.sum(self.counts, axis=1)
-        # What is not below the count is written nowhere. No place occurs twice: with xla_gpu_deterministic_ops a GPU writes
-        # wrong values otherwise (jax-ml/jax#27796).
-        places = jnp.where(numbers < count[:, None], start[:, None] + numbers, capacity + numbers)
-        rows = jnp.arange(len(start), dtype=jnp.int32)[:, None]
-        ids = self.ids.at[rows, places].set(_first_ids(kept, numbers), mode="drop", unique_indices=True)
-        columns = zip(self[1:], (count, cut, mass), strict=True)
-        return RecordedSupport(ids, *(column.at[:, step].set(new) for column, new in columns))
+        places = jnp.where(numbers < count[:, None], self._held(rows)[:, None] + numbers, capacity + numbers)
+        ids = put_in_ranks(self.ids, (rows[..., None], places.reshape(*rows.shape, -1)), _first_ids(kept, numbers))
+        at = rows, steps.reshape(rows.shape)
+        return RecordedSupport(ids, *map(lambda x, new: put_in_ranks(x, at, new), self[1:], (count, cut, mass)))
+
+    def _held(self, rows: Int[Array, "ranks C"]) -> Int[Array, " ranks*C"]:
+        return jnp.sum(rows_of_ranks(self.counts, rows), axis=1, dtype=jnp.int32)
 
 
 def flat_support(recorded: RecordedSupport) -> Support:

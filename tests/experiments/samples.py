@@ -3,9 +3,10 @@
 from flax import nnx
 
 from experiments.models.mesh import MeshSpec, make_mesh
+from experiments.sampling.decoder_sampler import DecoderSampler
 from experiments.sampling.options import SamplingOptions
 from experiments.sampling.sample_token import CompletionRule
-from experiments.sampling.sampler import DecoderSampler, SampledModel
+from experiments.sampling.sampler import SampledModel
 
 
 def rule(max_new_tokens, *, eos_ids=(), pad_id=0, temperature=1.0, **options):

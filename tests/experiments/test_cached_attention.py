@@ -154,6 +154,40 @@ def test_rows_that_were_taken_apart_read_their_own_prompts(monkeypatch):
     )
 
 
+def at_steps(attend, steps, implementation, dtype):
+    """What every row attends to after so many generated tokens of its own."""
+    prompt_keys, prompt_values, queries, keys, values = map(jnp.asarray, case(dtype))
+    options = {"share_prompts": True}
+    cache = empty_cache(prompt_keys, prompt_values, jnp.asarray(PROMPT_LENGTHS), NEW, implementation, **options)
+    cache = cache.take_rows(jnp.asarray(OF_ROW)[None])
+    assert cache.layers[0].prompt_keys.shape[0] == 2
+    # Beyond a row's own tokens there is something else.
+    stored = (np.where(np.arange(NEW)[:, None] < steps, 1.0, 50.0)[..., None, None] * x for x in (keys, values))
+    own = [x.transpose(1, 2, 0, 3).astype(dtype) for x in stored]
+    held = cache.layers[-1]
+    held = held._replace(keys=held.keys.at[:, :, :NEW].set(own[0]), values=held.values.at[:, :, :NEW].set(own[1]))
+    newest = (x[steps, np.arange(len(OF_ROW))] for x in (queries, keys, values))
+    out, after = attend(*newest, replace(cache, layers=(held,), filled=jnp.asarray(steps)))
+    for row, step in enumerate(steps):
+        np.testing.assert_array_equal(after.keys[row, :, step], keys[step, row])
+        np.testing.assert_array_equal(after.values[row, :, :step], own[1][row, :, :step])
+    return np.asarray(out, np.float64)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_rows_have_generated_different_numbers_of_tokens(window):
+    steps = np.int32([0, NEW - 1, 3, BLOCK])
+    by_einsum = at_steps(
+        functools.partial(attend_cached, window=window, scale=SCALE, softcap=None), steps, "einsum", "float32"
+    )
+    kernel = functools.partial(by_kernel, window=window, softcap=None)
+    by_triton = at_steps(kernel, steps, "triton", "bfloat16")
+    for row, step in enumerate(steps):
+        exact, bound = (x[row] for x in wanted(step, window, None, with_bound=True))
+        assert (np.abs(by_einsum[row] - exact) <= bound).all()
+        np.testing.assert_allclose(by_triton[row], exact, atol=2**-9 * 4 * 2, rtol=0)
+
+
 def test_rows_share_a_program_where_they_share_a_prompt_and_leave_enough_programs():
     many = 16 * FEWEST_PROGRAMS
     assert rows_of_program(copies=8, group=2, pairs=many) == 8

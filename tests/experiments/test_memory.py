@@ -72,7 +72,8 @@ def test_a_need_that_no_device_has_is_refused_with_what_may_make_it_fit(monkeypa
     # A state is no estimate.
     assert said(monkeypatch, 4 * GIB - 1, needed=MemoryNeed(4 * GIB))[1] is not None
     _, error = said(monkeypatch, 8 * GIB, resumed=True)
-    kept = "fewer --evaluation.num-prompts, --mesh with more fsdp or tensor ranks, a device with more memory"
+    kept = "--rollout.rows (fewer completions at a time), fewer --evaluation.num-prompts, "
+    kept += "--mesh with more fsdp or tensor ranks, a device with more memory"
     assert str(error).endswith(f"try {kept}")
 
 

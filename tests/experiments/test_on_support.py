@@ -18,11 +18,12 @@ from experiments.loop.queue import DocumentQueue
 from experiments.loop.resume import resume
 from experiments.loop.run import train
 from experiments.models.mesh import MeshSpec, make_mesh
-from experiments.sampling import sampler as sampler_module
+from experiments.sampling import decoder_sampler
+from experiments.sampling.decoder_sampler import DecoderSampler
 from experiments.sampling.options import SamplingOptions
 from experiments.sampling.recompute import RecomputeSampler
 from experiments.sampling.sample_token import sample_token
-from experiments.sampling.sampler import DecoderSampler, SampledModel
+from experiments.sampling.sampler import SampledModel
 from experiments.sampling.support import MOST_IDS, RecordedSupport
 from jaxlogp import Document, Support
 from tests.experiments import test_objectives
@@ -67,23 +68,24 @@ def test_among_equals_the_lowest_ids_are_kept():
 
 def test_every_token_of_a_row_has_room_for_the_ids_that_are_reserved():
     vocab, tokens = 280, 4
+    first = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32)
     support = RecordedSupport.empty(2, tokens, 128)
     wanted = [[], []]
     for step in range(tokens):
-        room = np.asarray(support.room(jnp.int32(step)))
+        room = np.asarray(support.room(jnp.arange(2)[None], jnp.full(2, step)))
         kept = np.arange(vocab) < np.minimum(room, [vocab, 3])[:, None]
         done = np.array([False, step == 3])
         kept_now, cut = jnp.asarray(kept & ~done[:, None]), jnp.asarray(room < vocab)
-        support = support.extended(kept_now, cut, jnp.ones(2), jnp.int32(step))
+        support = support.extended(jnp.arange(2)[None], jnp.full(2, step), kept_now, cut, jnp.ones(2))
         for row in range(2):
             wanted[row] += np.flatnonzero(kept[row]).tolist() * (not done[row])
     # 280 ids each, of 512 in all, while those after them keep theirs.
     assert np.asarray(support.counts).tolist() == [[280, 200, 16, 16], [3, 3, 3, 0]]
     for row in range(2):
         assert support.ids[row, : len(wanted[row])].tolist() == wanted[row]
-    assert RecordedSupport.empty(1, 64, 128).room(jnp.int32(0)).tolist() == [MOST_IDS]
+    assert RecordedSupport.empty(1, 64, 128).room(*first).tolist() == [MOST_IDS]
     # However small the room, each has one.
-    assert RecordedSupport.empty(1, 4, 1).room(jnp.int32(0)).tolist() == [1]
+    assert RecordedSupport.empty(1, 4, 1).room(*first).tolist() == [1]
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 1000])
@@ -92,8 +94,9 @@ def test_ids_are_those_of_the_entries_that_are_kept(vocab):
     kept = rng.random((40, vocab)) < rng.random((40, 1))
     # Both ends of a word, and one with all of its entries.
     kept[0], kept[1, 0], kept[2, -1] = True, True, True
+    rows, new = np.arange(40)[None], (kept, kept[:, 0], np.ones(40, np.float32))
     support = jax.jit(RecordedSupport.extended)(
-        RecordedSupport.empty(40, 8, min(vocab, 128)), kept, kept[:, 0], np.ones(40, np.float32), jnp.int32(0)
+        RecordedSupport.empty(40, 8, min(vocab, 128)), rows, np.zeros(40, np.int32), *new
     )
     for row, ids in enumerate(map(np.flatnonzero, kept)):
         found = support.ids[row, : min(len(ids), 128 * 8)]
@@ -111,10 +114,10 @@ def logits_after(state, tokens):
 @pytest.mark.parametrize("sampler", [DecoderSampler, RecomputeSampler])
 def test_samplers_record_what_they_draw_from(monkeypatch, sampler):
     # Rows leave the batch when others have ended, and take their ids with them.
-    monkeypatch.setattr(sampler_module, "SHORTEST_NARROWED", 1)
-    monkeypatch.setattr(sampler_module, "FEWEST_ROWS", 2)
-    kept, narrowed = sampler_module._kept, []
-    monkeypatch.setattr(sampler_module, "_kept", lambda rows, some: narrowed.append(some) or kept(rows, some))
+    monkeypatch.setattr(decoder_sampler, "SHORTEST_NARROWED", 1)
+    monkeypatch.setattr(decoder_sampler, "FEWEST_ROWS", 2)
+    kept, narrowed = decoder_sampler._kept, []
+    monkeypatch.setattr(decoder_sampler, "_kept", lambda rows, some: narrowed.append(some) or kept(rows, some))
     how, (ids, lengths) = rule(NEW, **ENDS, temperature=1.2, top_p=0.8, record_support=True), prompts()
     graph, state = nnx.split(decoder())
     samples = sampler(SampledModel(graph, make_mesh(MeshSpec())), how)(state, ids, lengths, 2, jax.random.key(2))

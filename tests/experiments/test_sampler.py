@@ -1,6 +1,7 @@
 """The sampler: its log-probs are the trainer's, its draws follow them, and a row does not depend on its batch."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,13 @@ from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.models.sharding import parameter_shardings
 from experiments.models.tokenizer import CharTokenizer
+from experiments.sampling import decoder_sampler
 from experiments.sampling import sample_token as sample_token_module
-from experiments.sampling import sampler as sampler_module
+from experiments.sampling.decoder_sampler import DecoderSampler
 from experiments.sampling.options import SamplingOptions
 from experiments.sampling.policy import SamplerPolicy, Samplers
-from experiments.sampling.sampler import DecoderSampler, SampledModel
+from experiments.sampling.recompute import RecomputeSampler
+from experiments.sampling.sampler import SampledModel
 from jaxlogp import linear_log_probs
 from tests.experiments.samples import rule, sample
 
@@ -230,6 +233,7 @@ def test_a_mesh_draws_the_same_tokens_also_of_rows_that_its_ranks_do_not_divide(
         ("top_k", 0),
         ("top_p", 0.0),
         ("min_p", 1.5),
+        ("rows", 0),
         ("stop", ("a", "")),
     ],
 )
@@ -266,10 +270,10 @@ def test_a_batch_that_is_narrowed_draws_what_the_whole_batch_draws(spec, monkeyp
     whole = sample(decoder(), *repeated, jax.random.key(2), long)
     assert len(set(whole.lengths.tolist())) > 2
     sizes = []
-    kept = sampler_module._kept
-    monkeypatch.setattr(sampler_module, "SHORTEST_NARROWED", 1)
-    monkeypatch.setattr(sampler_module, "FEWEST_ROWS", 2)
-    monkeypatch.setattr(sampler_module, "_kept", lambda rows, some: sizes.append(some.shape) or kept(rows, some))
+    kept = decoder_sampler._kept
+    monkeypatch.setattr(decoder_sampler, "SHORTEST_NARROWED", 1)
+    monkeypatch.setattr(decoder_sampler, "FEWEST_ROWS", 2)
+    monkeypatch.setattr(decoder_sampler, "_kept", lambda rows, some: sizes.append(some.shape) or kept(rows, some))
     mesh = None if spec is None else make_mesh(spec)
     narrowed = sample(decoder() if mesh is None else on_mesh(mesh), *repeated, jax.random.key(2), long)
     assert sizes[:2] == [(1, 9), (1, 4)] if mesh is None else sizes[0] == (2, 4)
@@ -277,6 +281,86 @@ def test_a_batch_that_is_narrowed_draws_what_the_whole_batch_draws(spec, monkeyp
     np.testing.assert_array_equal(narrowed.tokens, whole.tokens)
     np.testing.assert_array_equal(narrowed.lengths, whole.lengths)
     np.testing.assert_allclose(narrowed.log_probs, whole.log_probs, atol=ROUNDING)
+
+
+def steps_of_schedule(lengths, rows):
+    """Steps of a loop that gives each row the next completion once its own has ended; the first tokens are drawn before."""
+    ends = [length - 1 for length in lengths[:rows]]
+    for length in lengths[rows:]:
+        first = ends.index(min(ends))
+        ends[first] += length
+    return max(ends)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        (1, {}),
+        (5, {}),
+        (3, {"greedy_last": True}),
+        (4, {"top_k": 3, "record_support": True, "support_room": 2}),
+    ],
+)
+def test_few_rows_at_a_time_draw_what_all_rows_draw(rows, options, monkeypatch):
+    ids, lengths = prompts()
+    inputs = decoder(), ids, lengths, jax.random.key(4)
+    whole = sample(*inputs, rule(3 * NEW, **ENDS, **options), copies=3)
+    steps = []
+    plain = Decoder.decode_step
+
+    def counting(*given):
+        jax.debug.callback(lambda: steps.append(None))
+        return plain(*given)
+
+    monkeypatch.setattr(Decoder, "decode_step", counting)
+    few = sample(*inputs, rule(3 * NEW, **ENDS, **options, rows=rows), copies=3)
+    np.testing.assert_array_equal(few.tokens, whole.tokens)
+    np.testing.assert_array_equal(few.lengths, whole.lengths)
+    np.testing.assert_allclose(few.log_probs, whole.log_probs, atol=ROUNDING)
+    if whole.support is not None:
+        jax.tree.map(np.testing.assert_array_equal, few.support[:3], whole.support[:3])
+        assert whole.support.cut.any()
+    jax.effects_barrier()
+    assert len(set(whole.lengths.tolist())) > 3
+    assert len(steps) == steps_of_schedule(whole.lengths.tolist(), rows)
+
+
+@pytest.mark.costly
+def test_ranks_refill_rows_of_their_own_and_narrow_what_is_left(monkeypatch):
+    narrowed, kept = [], decoder_sampler._kept
+    monkeypatch.setattr(decoder_sampler, "SHORTEST_NARROWED", 1)
+    monkeypatch.setattr(decoder_sampler, "FEWEST_ROWS", 1)
+    monkeypatch.setattr(decoder_sampler, "_kept", lambda rows, some: narrowed.append(some.shape) or kept(rows, some))
+    few = [x[:5] for x in prompts()]
+    long = rule(3 * NEW, **ENDS)
+    whole = sample(decoder(), *few, jax.random.key(6), replace(long, options=replace(long.options)), copies=4)
+    narrowed.clear()
+    refilled = replace(long, options=replace(long.options, rows=4))
+    for spec in (MeshSpec(data=2, tensor=2), MeshSpec()):
+        drawn = sample(on_mesh(make_mesh(spec)), *few, jax.random.key(6), refilled, copies=4)
+        np.testing.assert_array_equal(drawn.tokens, whole.tokens)
+        np.testing.assert_allclose(drawn.log_probs, whole.log_probs, atol=2e-5)
+    assert {(2, 2), (1, 2)} <= set(narrowed)
+
+
+def test_few_rows_at_a_time_have_the_cache_of_few():
+    graph, state = nnx.split(decoder())
+    options = SampledModel(graph, make_mesh(MeshSpec()))
+    all_rows, few = (
+        DecoderSampler(options, rule(512, **ENDS, rows=rows)).memory(state, 16, 8, 4) for rows in (None, 8)
+    )
+    # 64 rows and 8 of keys and values of 511 tokens, two layers of two heads of 8 numbers of four bytes.
+    of_row = 511 * 2 * 2 * 2 * 8 * 4
+    assert all_rows > 64 * of_row and few < 16 * of_row
+
+
+@pytest.mark.bad_input
+def test_rows_at_a_time_are_refused_where_nothing_is_kept_of_a_row():
+    with pytest.raises(
+        ValueError, match=r"^rows \(--rollout.rows\): expected None for a model without a key-value cache"
+    ):
+        RecomputeSampler(SampledModel(nnx.split(decoder())[0], make_mesh(MeshSpec())), rule(NEW, **ENDS, rows=2))
 
 
 def test_copies_of_a_prompt_are_rows_of_it():

@@ -75,6 +75,19 @@ def test_nothing_is_compiled_after_the_second_step(tmp_path, caplog):
 
 
 @pytest.mark.slow
+def test_few_rows_at_a_time_make_the_same_rollouts_and_evaluations(tmp_path):
+    def drawn(rows):
+        options = {"rollout": {"rows": rows, "max_new_tokens": 6}, "mesh": "data=2", "schedule": {"steps": 1}}
+        result = train(short(tmp_path, str(rows), **options), reward=parity)
+        before, step, _ = result.metrics
+        (record,) = train_records(result)
+        assert step is record and record["num_documents"] == 64 and 64 < record["num_tokens"] < 64 * 6
+        return record["num_tokens"], record["reward_mean"], {**before, "seconds": None}
+
+    assert drawn(None) == drawn(3)
+
+
+@pytest.mark.slow
 def test_a_whole_rollout_makes_a_step_and_metrics_may_be_off(tmp_path):
     schedule = {"steps": 2, "docs_per_step": 0, "rows": 4}
     result = train(short(tmp_path, "none", schedule=schedule, loss={"metrics": "none"}), reward=parity)

@@ -220,6 +220,11 @@ GRPO = [
         "--mesh: expected no sequence ranks with --invariant, whose leaves are whole rows",
     ),
     ("--invariant --schedule.rows 16", "--schedule.rows: expected None or 8 with --invariant, whose micro-batches are"),
+    (
+        "--invariant --rollout.rows 4",
+        "--rollout.rows: expected None with --invariant, which draws as many rows as a leaf",
+    ),
+    ("--rollout.rows 0", "--rollout.rows: expected at least 1, got 0"),
     ("--invariant --loss.engine chunked", "--loss.engine: expected auto with --invariant"),
     ("--invariant --loss.gradient-filter 0", "--loss.gradient-filter: expected None with --invariant"),
     ("--invariance.leaf-rows 4", "--invariance: expected no other options without --invariant"),

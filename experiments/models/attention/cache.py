@@ -37,6 +37,23 @@ def rows_of_ranks(x: Shaped[Array, "B ..."], kept: Int[Array, "ranks C"]) -> Sha
     return taken.reshape(-1, *x.shape[1:])
 
 
+def put_in_ranks(
+    x: Shaped[Array, "T N"],
+    places: tuple[Int[Array, "ranks C ..."], Int[Array, "ranks C ..."]],
+    new: Shaped[Array, "ranks*C ..."],
+) -> Shaped[Array, "T N"]:
+    """Returns `x` with numbers at these rows, counted among those of each rank, and columns.
+
+    No place may occur twice, and those that do not exist are left out. Nothing is sent between ranks.
+    """
+    ranks = len(places[0])
+    # Where a place could occur twice, a GPU writes wrong values with xla_gpu_deterministic_ops (jax-ml/jax#27796).
+    put = jax.vmap(
+        lambda own, rows, columns, values: own.at[rows, columns].set(values, mode="drop", unique_indices=True)
+    )
+    return put(x.reshape(ranks, -1, x.shape[1]), *places, new.reshape(ranks, -1, *new.shape[1:])).reshape(x.shape)
+
+
 class RowCache(NamedTuple):
     """Keys (already rotated) and values of one layer, one slot a token of each row, in the activations' dtype.
 
@@ -57,18 +74,17 @@ class RowCache(NamedTuple):
 class KVCache:
     """B rows that continue Q prompts of P slots, with S slots for generated tokens.
 
-    All rows have generated equally many tokens, so that the next one goes to the same slot of every row. Every layer has
-    its own arrays: a loop that carries them overwrites a slot in place. A row's prompt has `prompt_lengths` tokens, and the
-    slots after them are empty. `prompt_of_row`, where rows share prompts, is in [0, Q), counted on each device among those
-    that it has; None: row b continues prompt b. `filled` of the slots for generated tokens hold one. `implementation` is of
-    `experiments.models.attention.cached.IMPLEMENTATIONS`. The rows of each run of `copies`, counted from a device's first
-    row, are known to continue one prompt.
+    Every layer has its own arrays: a loop that carries them overwrites a slot in place. A row's prompt has `prompt_lengths`
+    tokens, and the slots after them are empty. `prompt_of_row`, where rows share prompts, is in [0, Q), counted on each
+    device among those that it has; None: row b continues prompt b. `filled` of the slots for generated tokens hold one, of
+    every row the same number or each its own. `implementation` is of `experiments.models.attention.cached.IMPLEMENTATIONS`.
+    The rows of each run of `copies`, counted from a device's first row, are known to continue one prompt, all at one token.
     """
 
     layers: tuple[LayerCache, ...]
     prompt_lengths: Int[Array, " B"]
     prompt_of_row: Int[Array, " B"] | None
-    filled: Int[Array, ""]
+    filled: Int[Array, ""] | Int[Array, " B"]
     implementation: str = field(metadata={"static": True})
     copies: int = field(default=1, metadata={"static": True})
 
@@ -91,4 +107,5 @@ class KVCache:
             layers=tuple(map(of_layer, self.layers)),
             prompt_lengths=moved(self.prompt_lengths),
             prompt_of_row=None if self.prompt_of_row is None else moved(self.prompt_of_row),
+            filled=moved(self.filled) if self.filled.ndim else self.filled,
         )

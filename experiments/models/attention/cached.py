@@ -5,13 +5,15 @@ prompts where they are, shared by the rows that continue them. `einsum` runs eve
 prompt, and every slot is read.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
-from experiments.models.attention.cache import KVCache, LayerCache, cache_spec
+from experiments.models.attention.cache import KVCache, LayerCache, cache_spec, rows_of_ranks
 from experiments.models.attention.call import NARROW_DTYPES, needs_nvidia_gpu
 from experiments.models.attention.choice import AttentionRun
 from experiments.models.attention.einsum import capped, mask_bias, precision_of
@@ -47,11 +49,14 @@ def empty_cache(
     slots: int,
     implementation: str,
     mesh: Mesh | None = None,
+    *,
+    share_prompts: bool = False,
 ) -> KVCache:
     """Returns a cache of Q rows, each with its prompt and room for `slots` generated tokens; zeros, never a source of NaN.
 
     The keys are rotated, and `slots` is at least 1. The kernel's blocks are whole, so that it may get some slots more. Rows
-    and heads are split over the mesh where it divides them.
+    and heads are split over the mesh where it divides them. With `share_prompts`, rows that are taken from it read prompts
+    where they are, which the kernel always does.
     """
     kernel = implementation == "triton"
     multiple = BLOCK if kernel else 1
@@ -68,7 +73,7 @@ def empty_cache(
     empty = split(jnp.zeros((prompts, kv_heads, slots, head_dim), keys.dtype))
     layers = tuple(LayerCache(prompt(keys[layer]), prompt(values[layer]), empty, empty) for layer in range(num_layers))
     # Each rank counts the prompts that it has.
-    rows = jnp.arange(prompts, dtype=jnp.int32) % (prompts // ranks) if kernel else None
+    rows = jnp.arange(prompts, dtype=jnp.int32) % (prompts // ranks) if kernel or share_prompts else None
     return KVCache(layers, lengths.astype(jnp.int32), rows, jnp.zeros((), jnp.int32), implementation)
 
 
@@ -86,6 +91,7 @@ def attend_cached(
     cache: KVCache,
     *,
     window: int | None = None,
+    mesh: Mesh | None = None,
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Float[Array, "B N D"], LayerCache]:
@@ -98,13 +104,22 @@ def attend_cached(
     cap(x) = softcap · tanh(x / softcap).
     """
     (held,) = cache.layers
-    put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new[:, :, None], cache.filled, axis=2)  # noqa: E731
-    keys, values = put(held.keys, new_keys), put(held.values, new_values)
+    put = functools.partial(lax.dynamic_update_slice_in_dim, axis=2)
+    if cache.filled.ndim:
+        put = jax.vmap(functools.partial(lax.dynamic_update_slice_in_dim, axis=1))
+    keys, values = (
+        put(x, new[:, :, None], cache.filled) for x, new in ((held.keys, new_keys), (held.values, new_values))
+    )
     # Else XLA for CPUs, with one key-value head on a device, puts the token in once for the products and once for the loop,
     # and copies the whole cache for that, twice. (That of JAX 0.10 takes the barrier out too early, and copies.)
     keys, values = lax.optimization_barrier((keys, values))
     held = held._replace(keys=keys, values=values)
-    return _attend_einsum(queries, held, _biases(cache, held, first_readable(cache, window)), scale, softcap), held
+    read = held
+    if cache.prompt_of_row is not None:
+        prompts = len(held.prompt_keys)
+        rows = cache.prompt_of_row.reshape(size_of(mesh, *axes_of_rows(prompts, mesh)), -1)
+        read = LayerCache(*(rows_of_ranks(x, rows) for x in held[:2]), *held[2:])
+    return _attend_einsum(queries, read, _biases(cache, held, first_readable(cache, window)), scale, softcap), held
 
 
 def _biases(cache: KVCache, held: LayerCache, first: Int[Array, " B"]) -> tuple[Array, Array]:
@@ -112,7 +127,7 @@ def _biases(cache: KVCache, held: LayerCache, first: Int[Array, " B"]) -> tuple[
     prompt, own = (jnp.arange(x.shape[2], dtype=jnp.int32) for x in (held.prompt_keys, held.keys))
     lengths = cache.prompt_lengths[:, None]
     in_prompt = (prompt < lengths) & (prompt >= first[:, None])
-    generated = (own <= cache.filled) & (lengths + own >= first[:, None])
+    generated = (own <= jnp.expand_dims(cache.filled, -1)) & (lengths + own >= first[:, None])
     return mask_bias(in_prompt), mask_bias(generated)
 
 

@@ -75,11 +75,12 @@ def attend_triton(
     """
     (held,) = cache.layers
     assert cache.prompt_of_row is not None
-    own_rows = (cache.prompt_of_row, cache.prompt_lengths, first, preparation.cos, preparation.sin)
+    filled = jnp.broadcast_to(cache.filled, cache.prompt_lengths.shape)
+    own_rows = (cache.prompt_of_row, cache.prompt_lengths, first, preparation.cos, preparation.sin, filled)
     norms = () if preparation.query_norm is None else (preparation.query_norm, preparation.key_norm)
     arithmetic = _Arithmetic(preparation.epsilon, scale, softcap)
     call = functools.partial(_on_one_device, arithmetic, cache.copies, interpret)
-    operands = (held, projections, own_rows, (cache.filled[None], *norms))
+    operands = (held, projections, own_rows, norms)
     if mesh is None or mesh.size == 1:
         return call(*operands)
     split = cache_spec(held.prompt_keys.shape, mesh)
@@ -157,7 +158,7 @@ def _kernel(
     *norms, out_ref, k_out_ref, v_out_ref = norm_and_result_refs
     query_norm, key_norm = norms or (None, None)
     row, head = pl.program_id(0) * together, pl.program_id(1)
-    prompt, length, first, filled = prompt_ref[row], length_ref[row], first_ref[row], filled_ref[0]
+    prompt, length, first, filled = prompt_ref[row], length_ref[row], first_ref[row], filled_ref[row]
     num_heads, size, kv_heads = out_ref.shape[1], out_ref.shape[2], k_ref.shape[1]
     group = num_heads // kv_heads
     rows, heads = _queries(together, group, head)
