@@ -73,23 +73,28 @@ def lowering_contexts():
         yield
 
 
-SHARING = {"test_grpo.py", "test_invariant.py", "test_run_parts.py", "test_sft.py", "test_trainer.py"}
+SHARING = {"test_grpo.py", "test_invariant.py", "test_run_parts.py", "test_sft.py", "test_trainer.py", "test_guards.py"}
 """Files whose runs compile the same programs, once more on every data rank and in every run: there each is compiled once.
 
 Runs that compile all of their programs themselves, and have the same bits, are in test_reliability_trials.py.
 """
 
 
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory):
+    """The folder of programs that these files share."""
+    return str(tmp_path_factory.mktemp("programs"))
+
+
 @pytest.fixture(autouse=True, scope="module")
-def compiled_programs(request, tmp_path_factory):
-    """A compilation cache for the tests of one file, for programs on any devices, as JAX has it on GPUs."""
+def compiled_programs(request, programs):
+    """A compilation cache for these files, for programs on any devices, as JAX has it on GPUs."""
     if request.path.name not in SHARING:
         yield
         return
     of_jax = cache_key._hash_serialized_compile_options
     cache_key._hash_serialized_compile_options = lambda hashed, options, **_: of_jax(hashed, options, True)
-    folder = str(tmp_path_factory.mktemp("programs"))
-    use_programs_of(jax_compilation_cache_dir=folder, jax_persistent_cache_min_compile_time_secs=0.1)
+    use_programs_of(jax_compilation_cache_dir=programs, jax_persistent_cache_min_compile_time_secs=0.02)
     yield
     use_programs_of(jax_compilation_cache_dir=None, jax_persistent_cache_min_compile_time_secs=1.0)
     cache_key._hash_serialized_compile_options = of_jax
@@ -127,7 +132,7 @@ def cheap_processes(monkeypatch):
         monkeypatch.setenv("XLA_FLAGS", " ".join([os.environ.get("XLA_FLAGS", ""), *flags]))
 
 
-DRAWN = {"test_grpo.py", "test_plots.py"}
+DRAWN = {"test_plots.py"}
 """Files of experiments that look at the curves of their runs."""
 
 
