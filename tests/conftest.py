@@ -132,34 +132,21 @@ def cheap_processes(monkeypatch):
         monkeypatch.setenv("XLA_FLAGS", " ".join([os.environ.get("XLA_FLAGS", ""), *flags]))
 
 
-DRAWN = {"test_plots.py"}
-"""Files of experiments that look at the curves of their runs."""
-
-
-def draw_nothing(patch):
-    """Runs prepare every panel, from their own metrics, but make no picture: that takes 1.3 CPU s a run."""
+@pytest.fixture(autouse=True, scope="module")
+def pictures(request):
+    """Runs prepare every panel, from their own metrics, but no picture, which takes 1.3 CPU s: test_plots.py has some."""
+    if request.path.parent.name != "experiments" or request.path.name == "test_plots.py":
+        yield
+        return
     from experiments.runs import plots
 
     class Undrawn(plots.Figure):
         def savefig(self, file, **_):
             file.write(b"PNG")
 
-    patch.setattr(plots, "Figure", Undrawn)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def pictures(request):
-    """Only files that look at pictures have some."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.parent.name == "experiments" and request.path.name not in DRAWN:
-            draw_nothing(patch)
+        patch.setattr(plots, "Figure", Undrawn)
         yield
-
-
-@pytest.fixture
-def no_pictures(monkeypatch):
-    """For a test whose file has some."""
-    draw_nothing(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

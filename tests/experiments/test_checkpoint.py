@@ -142,35 +142,28 @@ def test_a_save_that_fails_in_the_background_is_loud_and_pushes_no_good_step_out
     assert complete_steps(copied) == [20, 40] and restore(copied, noise).step == 40
 
 
-def with_table(state, table):
-    return {**state, "params": {**state["params"], "table": table}}
+def with_table(state, *kind):
+    return {**state, "params": {**state["params"], "table": jnp.zeros(*kind)}}
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        (lambda state: with_table(state, (4, 8), "bfloat16"), r"expected bfloat16\[4, 8\], got bfloat16\[8, 4\]"),
         (
-            lambda state: with_table(state, jnp.zeros((4, 8), jnp.bfloat16)),
-            r"leaf 'params/table': expected bfloat16\[4, 8\], got bfloat16\[8, 4\]",
-        ),
-        (
-            lambda state: with_table(state, jnp.zeros((8, 4), jnp.float16)),
-            r"leaf 'params/table': expected float16\[8, 4\], got bfloat16\[8, 4\]",
+            lambda state: with_table(state, (8, 4), "float16"),
+            r"leaf 'params/table': expected float16\[8, 4\], got bfloat16",
         ),
         (
             lambda state: {**state, "scale": jnp.float32(1)},
-            r"the leaves of the template, got missing \['scale'\], unknown \[\]",
+            r"leaves of the template, got missing \['scale'\], unknown \[\]",
         ),
-        (
-            lambda state: {name: state[name] for name in ("params", "opt")},
-            r"the leaves of the template, got missing \[\], unknown \['key'\]",
-        ),
+        (lambda state: {name: state[name] for name in ("params", "opt")}, r"got missing \[\], unknown \['key'\]"),
     ],
 )
 def test_a_template_that_does_not_fit_is_an_error_not_damage(two_steps, mesh, change, words):
-    with pytest.raises(ValueError, match=words) as caught:
+    with pytest.raises(ValueError, match=rf"^.*{words}.*\Z"):
         restore(two_steps, restore_template(change(make_state(mesh)), mesh))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -227,23 +220,32 @@ def sealed_again(step, change):
     (step / "manifest.json").write_text(json.dumps({"content": content, "sha256": digest_of_json(content)}))
 
 
+def put_the_older_step(step):
+    shutil.rmtree(step)
+    shutil.copytree(step.parent / "10", step)
+
+
 def put_a_link(step):
     step.rename(step.parent.parent / "elsewhere")
     step.symlink_to(step.parent.parent / "elsewhere")
 
 
+def named(step, name):
+    return step / "arrays" / name
+
+
+NOT_WRITTEN = "/arrays: expected the files that were written, got missing"
+MANIFEST = "/manifest.json: expected"
 DAMAGE = {
     "/arrays/.*: expected the file that was written, of sha256": flip_a_bit,
-    r"/arrays: expected the files that were written, got missing \['_METADATA'\], unknown \[\]": lambda step: (
-        step / "arrays" / "_METADATA"
-    ).unlink(),
-    r"got missing \[\], unknown \['d/more'\]": lambda step: (step / "arrays" / "d" / "more").touch(),
-    r"got missing \[\], unknown \['more'\]": lambda step: (step / "arrays" / "more").symlink_to(step.parent),
+    rf"{NOT_WRITTEN} \['_METADATA'\], unknown \[\]": lambda step: named(step, "_METADATA").unlink(),
+    rf"{NOT_WRITTEN} \[\], unknown \['d/more'\]": lambda step: named(step, "d/more").touch(),
+    rf"{NOT_WRITTEN} \[\], unknown \['more'\]": lambda step: named(step, "more").symlink_to(step.parent),
     "/arrays: expected a folder, got nothing": lambda step: shutil.rmtree(step / "arrays"),
     "/arrays/.*: expected a file, got a device": put_a_pipe,
-    "/manifest.json: expected values with sha256 .*: edited or damaged": edit_record,
-    "/manifest.json: expected a JSON object": lambda step: (step / "manifest.json").write_bytes(b""),
-    "/manifest.json: expected every key of Manifest, got none named files": lambda step: sealed_again(
+    f"{MANIFEST} values with sha256 .*: edited or damaged": edit_record,
+    f"{MANIFEST} a JSON object": lambda step: (step / "manifest.json").write_bytes(b""),
+    f"{MANIFEST} every key of Manifest, got none named files": lambda step: sealed_again(
         step, lambda content: content.pop("files")
     ),
     "/manifest.json.record.identity: expected the fields of Identity, got 3": lambda step: sealed_again(
@@ -252,11 +254,8 @@ DAMAGE = {
     "/manifest.json.record.logs.metrics.size: expected int, got '0'": lambda step: sealed_again(
         step, lambda content: content["record"]["logs"]["metrics"].update(size="0")
     ),
-    "/manifest.json: expected a file, got nothing": lambda step: (step / "manifest.json").unlink(),
-    "/manifest.json: expected that of step 20, got that of step 10": lambda step: (
-        shutil.rmtree(step),
-        shutil.copytree(step.parent / "10", step),
-    ),
+    f"{MANIFEST} a file, got nothing": lambda step: (step / "manifest.json").unlink(),
+    f"{MANIFEST} that of step 20, got that of step 10": put_the_older_step,
     "/20: expected a folder, got a link": put_a_link,
 }
 
@@ -265,9 +264,8 @@ DAMAGE = {
 def test_damage_is_named_quarantined_and_survived(copied, mesh, words):
     DAMAGE[words](copied / "20")
     template = restore_template(make_state(mesh), mesh)
-    with pytest.raises(ValueError, match=words) as caught:
+    with pytest.raises(ValueError, match=rf"^.*{words}.*\Z"):
         restore(copied, template, step=20)
-    assert "\n" not in str(caught.value)
     restored = restore(copied, template)
     assert restored.step == restored.record.progress["step"] == 10 and list(restored.damaged) == [20]
     assert_equal_states(restored.arrays, make_state(mesh, 0))
@@ -340,23 +338,6 @@ def test_other_names_are_data(copied, mesh):
     restored = restore(copied, restore_template(make_state(mesh), mesh))
     assert restored.step == 20
     assert [warning.split(" in ")[0] for warning in restored.warnings] == ["'031'", r"'\u0663\u0663'"]
-
-
-def test_going_back_to_an_older_step_puts_newer_ones_aside(copied, mesh):
-    restored = restore(copied, restore_template(make_state(mesh), mesh), step=10)
-    with Checkpoints(copied) as checkpoints:
-        (sentence,) = checkpoints.quarantine_newer(restored)
-        assert complete_steps(copied) == [10] and "step 20: the run went back to step 10; moved to" in sentence
-        checkpoints.save(11, make_state(mesh, 5), record(11))
-    assert complete_steps(copied) == [10, 11]
-    assert (copied / "quarantine" / "20-0.txt").read_text() == "the run went back to step 10\n"
-
-
-def test_a_planted_quarantine_is_not_followed(copied, tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    (copied / "quarantine").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="quarantine: expected a folder, got a link"):
-        Checkpoints(copied)
 
 
 @pytest.mark.parametrize("name", ["a b", "%41", "{a,b}", "a~$x"])

@@ -96,84 +96,57 @@ def in_state(run, part, name, value):
 
 
 PLANTS = {
-    "a parameter": ("params", HEAD, np.nan, f"parameters not finite in {HEAD}"),
-    "an infinite parameter": (
-        "params",
-        "layers/q_proj/kernel",
-        np.inf,
-        "parameters not finite in layers/q_proj/kernel",
-    ),
-    "a first moment": (
-        "opt_state",
-        f"mu/{HEAD}",
-        np.nan,
-        f"optimizer state negative or not finite in inner/1/0/mu/{HEAD}",
-    ),
-    "a negative second moment": (
-        "opt_state",
-        f"nu/{HEAD}",
-        -1.0,
-        f"optimizer state negative or not finite in inner/1/0/nu/{HEAD}",
-    ),
-    "an infinite second moment": (
-        "opt_state",
-        f"nu/{HEAD}",
-        np.inf,
-        f"optimizer state negative or not finite in inner/1/0/nu/{HEAD}",
-    ),
+    "a parameter": ("params", HEAD, np.nan),
+    "an infinite parameter": ("params", "layers/q_proj/kernel", np.inf),
+    "a first moment": ("opt_state", f"mu/{HEAD}", np.nan),
+    "a negative second moment": ("opt_state", f"nu/{HEAD}", -1.0),
+    "an infinite second moment": ("opt_state", f"nu/{HEAD}", np.inf),
 }
 
 
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_state_that_cannot_be_trained_on_is_named_and_stays_as_it_is(run, name):
-    part, leaf, value, words = PLANTS[name]
+    part, leaf, value = PLANTS[name]
+    moments = f"optimizer state negative or not finite in inner/1/0/{leaf}"
+    words = f"parameters not finite in {leaf}" if part == "params" else moments
     assert run.learner.fault() is None
     in_state(run, part, leaf, value)
     assert refusal(run) == words and run.learner.fault() == words
 
 
-def with_sums(monkeypatch, run, change):
-    """The sums of the next step, changed."""
+def with_sums(monkeypatch, run, **changes):
+    """The sums of the next step, with fields changed by functions."""
     plain = run.learner.gradients.accumulate
 
     def accumulate(*arguments):
         total = plain(*arguments)
-        return total._replace(sums=change(total.sums))
+        changed = {name: change(getattr(total.sums, name)) for name, change in changes.items()}
+        return total._replace(sums=dataclasses.replace(total.sums, **changed))
 
     monkeypatch.setattr(run.learner.gradients, "accumulate", accumulate)
 
 
-def test_a_gradient_is_named_by_its_leaf(run, monkeypatch):
-    def change(sums):
-        return dataclasses.replace(sums, gradients=planted(sums.gradients, "layers/up_proj/kernel", np.nan))
-
-    with_sums(monkeypatch, run, change)
-    assert refusal(run) == "gradient not finite in layers/up_proj/kernel"
-
-
-def test_many_leaves_are_counted(run, monkeypatch):
-    def change(sums):
-        return dataclasses.replace(sums, gradients=jax.tree.map(lambda x: x * np.inf, sums.gradients))
-
-    with_sums(monkeypatch, run, change)
-    named = "embed_tokens/embedding, layers/down_proj/kernel, layers/gate_proj/kernel"
-    assert refusal(run) == f"gradient not finite in {named} and 11 more leaves"
+NAMED = "embed_tokens/embedding, layers/down_proj/kernel, layers/gate_proj/kernel"
+OVERFLOW = "norm of the gradient not finite: its square overflows, while every leaf is finite"
+GRADIENTS = {
+    "gradient not finite in layers/up_proj/kernel": lambda tree: planted(tree, "layers/up_proj/kernel", np.nan),
+    f"gradient not finite in {NAMED} and 11 more leaves": lambda tree: jax.tree.map(lambda x: x * np.inf, tree),
+    OVERFLOW: lambda tree: jax.tree.map(lambda x: jnp.full_like(x, 1e30), tree),
+}
 
 
-def test_a_norm_that_overflows(run, monkeypatch):
-    def change(sums):
-        return dataclasses.replace(sums, gradients=jax.tree.map(lambda x: jnp.full_like(x, 1e30), sums.gradients))
+@pytest.mark.parametrize("words", GRADIENTS)
+def test_a_gradient_is_named_by_its_leaves(run, monkeypatch, words):
+    with_sums(monkeypatch, run, gradients=GRADIENTS[words])
+    assert refusal(run) == words
 
-    with_sums(monkeypatch, run, change)
-    assert refusal(run).startswith("norm of the gradient not finite: its square overflows")
+
+def loss_of(value):
+    return lambda _: WeightedSum(jnp.float32(value), jnp.int32(1))
 
 
 def test_a_loss(run, monkeypatch):
-    with_sums(
-        monkeypatch,
-        run,
-        lambda sums: dataclasses.replace(sums, loss=WeightedSum(jnp.float32(np.inf), jnp.int32(1))),
-    )
+    with_sums(monkeypatch, run, loss=loss_of(np.inf))
     assert refusal(run) == "loss not finite, of finite log-probs"
 
 
@@ -233,11 +206,7 @@ def test_log_probs_of_the_trainer_are_named_with_prompts(run, monkeypatch):
         return log_probs
 
     monkeypatch.setattr(run.learner.gradients, "score", poisoned)
-    with_sums(
-        monkeypatch,
-        run,
-        lambda sums: dataclasses.replace(sums, loss=WeightedSum(jnp.float32(np.nan), jnp.int32(1))),
-    )
+    with_sums(monkeypatch, run, loss=loss_of(np.nan))
     assert refusal(run).startswith("log-probs of the trainer not finite in document 0 (prompt '")
 
 
@@ -258,37 +227,32 @@ def test_a_reward_that_raises_leaves_everything_as_before_the_step(run, made):
     made[1].answer = broken
     before = state_bytes(run), run.feed.state()
     with pytest.raises(
-        RewardFailed, match=r"^reward 'odd': expected a finite number for document 0 .*, got KeyError: 'answer'$"
+        RewardFailed, match=r"^reward 'odd': expected a finite .* document 0 .*, got KeyError: 'answer'$"
     ):
         run.step()
     assert before == (state_bytes(run), run.feed.state())
 
 
-def sums_of(gradient):
-    """The sums of a step with one parameter."""
-    parts = StepSums({"w": jnp.float32(gradient)}, WeightedSum(jnp.float32(1), jnp.int32(1)), PolicyMetricTerms({}))
+def sums_of(gradients):
+    """The sums of a step with a loss of 1."""
+    parts = StepSums(gradients, WeightedSum(jnp.float32(1), jnp.int32(1)), PolicyMetricTerms({}))
     return StepGradient(parts, jnp.float32(0))
 
 
 @pytest.mark.parametrize("elementwise", [True, False])
 @pytest.mark.parametrize(
-    ("weight_decay", "max_grad_norm", "gradient", "words"),
-    [
-        (-1e3, 1.0, 1.0, ("params", "w")),
-        (0.0, 1e38, 1e21, ("opt_state", "nu")),
-    ],
+    ("weight_decay", "max_grad_norm", "gradient", "part"), [(-1e3, 1.0, 1.0, "params"), (0.0, 1e38, 1e21, "opt_state")]
 )
 def test_what_an_update_would_make_is_checked_before_it_counts(
-    weight_decay, max_grad_norm, gradient, words, elementwise
+    weight_decay, max_grad_norm, gradient, part, elementwise
 ):
     options = {"max_grad_norm": max_grad_norm, "elementwise": elementwise}
     optimizer = Optimizer(adamw(weight_decay=weight_decay), optax.constant_schedule(1.0), **options)
     update = Update(optimizer, lambda tree: jax.device_put(tree))
     state = update.init({"w": jnp.float32(1e36)})
     before = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
-    state, applied = update(state, sums_of(gradient))
+    state, applied = update(state, sums_of({"w": jnp.float32(gradient)}))
     assert [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)] == before
-    part, _ = words
     assert not applied.applied and applied.sound.gradients.all() and applied.sound.norm
     assert not getattr(applied.sound, part).all()
 
@@ -310,17 +274,12 @@ def test_the_checks_change_no_bit_of_a_good_step(name):
     assert optimizer.elementwise == (name == "adamw")
     update = Update(optimizer, lambda tree: jax.device_put(tree))
     random = np.random.default_rng(0)
-    params = {
-        "w": jnp.asarray(random.normal(size=(64, 33)), jnp.float32),
-        "b": jnp.asarray(random.normal(size=7), jnp.float32),
-    }
+    params = {name: jnp.asarray(random.normal(size=size), jnp.float32) for name, size in (("w", (64, 33)), ("b", 7))}
     state, plain = update.init(params), update.init(jax.tree.map(jnp.copy, params))
     for _ in range(5):
         gradients = jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), jnp.float32), params)
-        parts = StepSums(gradients, WeightedSum(jnp.float32(1), jnp.int32(3)), PolicyMetricTerms({}))
-        total = StepGradient(parts, jnp.float32(0))
+        total = sums_of(gradients)
         plain = unchecked(optimizer)(plain, total)
         state, applied = update(state, total)
         assert applied.applied
-        for mine, other in zip(jax.tree.leaves(state), jax.tree.leaves(plain), strict=True):
-            np.testing.assert_array_equal(mine, other)
+        jax.tree.map(np.testing.assert_array_equal, state, plain)

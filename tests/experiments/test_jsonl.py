@@ -59,10 +59,7 @@ def test_jsonl_counts_bytes_and_strips(tmp_path):
         (None, "expected a JSON object, got NoneType"),
         ({"prompt": "a"}, "missing key 'answer'"),
         ({"answer": "a"}, "missing key 'prompt' or 'question' or 'messages'"),
-        (
-            {"prompt": "a", "question": "b", "answer": "1"},
-            "keys 'prompt' and 'question' in one line; --data.prompt-key",
-        ),
+        ({"prompt": "a", "question": "b", "answer": "1"}, "keys 'prompt' and 'question' in one line"),
         ({"prompt": "a", "answer": True}, "'answer' must be a string, got bool"),
         ({"messages": [], "answer": "1"}, "'messages' is empty"),
         ({"messages": ["hello"], "answer": "1"}, "'messages[0]' must be an object with role and content, got str"),
@@ -170,10 +167,7 @@ def test_a_numeric_verifier_needs_numbers(tmp_path):
     ("data", "words"),
     [
         ({"answer_pattern": "a(b)(c)"}, "--data.answer-pattern: expected .* with one group, got 2 groups"),
-        (
-            {"extract": ("whole", "first")},
-            "--data.extract: expected one of whole, tag, boxed, answer_is, last_number, got",
-        ),
+        ({"extract": ("whole", "first")}, "--data.extract: expected one of whole, tag, boxed, answer_is, last_number"),
     ],
 )
 def test_refuses_options(tmp_path, data, words):

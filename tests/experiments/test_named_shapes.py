@@ -51,10 +51,11 @@ def test_a_name_of_a_smaller_vocabulary():
 
 
 @pytest.mark.bad_input
-def test_a_name_and_a_path_together():
-    model = ModelConfig(path="somewhere", name="qwen3-0.6b")
-    with pytest.raises(ValueError, match="^--model.name: expected no value together with --model.path"):
-        model.of_pretrained(NAMED_SHAPES["qwen3-0.6b"])
+@pytest.mark.parametrize(("option", "value"), [("name", "qwen3-0.6b"), ("hidden_size", 128)])
+def test_an_option_that_the_path_decides(option, value):
+    words = f"^--model.{option.replace('_', '-')}: expected no value together with --model.path"
+    with pytest.raises(ValueError, match=words):
+        ModelConfig(path="somewhere", **{option: value}).of_pretrained(NAMED_SHAPES["qwen3-0.6b"])
 
 
 def test_a_run_reads_back_any_token_of_the_larger_vocabulary(tmp_path, monkeypatch):

@@ -135,10 +135,7 @@ def test_a_function_that_raises_is_named_with_its_example():
         ({"functions": ()}, "reward: expected at least one function, got none"),
         ({"functions": ("tags", "tags")}, "reward: expected functions of different names, got tags, tags"),
         ({"weights": (float("nan"),)}, "reward: expected a finite weight for 'correct', got nan"),
-        (
-            {"functions": ("short",), "length": 0},
-            "--reward.length: expected at least 1 token for the reward short, got 0",
-        ),
+        ({"functions": ("short",), "length": 0}, "--reward.length: expected at least 1 token for the reward short"),
     ],
 )
 def test_refuses_options(options, words):

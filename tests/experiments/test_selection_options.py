@@ -258,24 +258,15 @@ def test_an_algorithm_brings_its_choice():
             "--loss.top-entropy: expected None for loss 'kl_cov', which chooses labels by their covariance, got 0.2",
         ),
         ({"cov_share": 0.1}, "--loss.cov-share: expected None for loss 'grpo', which has no such option, got 0.1"),
-        (
-            {"name": "kl_cov", "cov_low": 0.1},
-            "--loss.cov-low: expected None for loss 'kl_cov', which has no such option, got 0.1",
-        ),
+        ({"name": "kl_cov", "cov_low": 0.1}, "--loss.cov-low: expected None for loss 'kl_cov', which has no such"),
         (
             {"name": "clip_cov", "drift_coefficient": 0.1},
             "--loss.drift-coefficient: expected None for loss 'clip_cov', which has no such option, got 0.1",
         ),
-        (
-            {"name": "kl_cov", "epsilon": 0.1},
-            "--loss.epsilon: expected None for loss 'kl_cov', which has no such option",
-        ),
+        ({"name": "kl_cov", "epsilon": 0.1}, "--loss.epsilon: expected None for loss 'kl_cov', which has no such"),
         ({"name": "clip_cov", "cov_share": 1.5}, r"--loss.cov-share: expected a number in \(0, 1\], got 1.5"),
         ({"name": "clip_cov", "cov_high": 0.5}, "--loss.cov-low: expected a number below cov_high = 0.5, got 1.0"),
-        (
-            {"name": "kl_cov", "drift_coefficient": -1.0},
-            "--loss.drift-coefficient: expected a finite number of at least 0",
-        ),
+        ({"name": "kl_cov", "drift_coefficient": -1.0}, "--loss.drift-coefficient: expected a finite number of at"),
     ],
 )
 def test_options_that_do_not_go_together_are_named(options, message):

@@ -1,5 +1,6 @@
 """Options of the trainer in short runs, the guard of its update, and its warnings at the start."""
 
+import functools
 import importlib.util
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from jaxlogp import PolicyMetricTerms, StepSums, WeightedSum
 from jaxlogp.head import ChunkedEngine, HeadRun, registry
 from jaxlogp.policy.algorithms import ALGORITHMS
 from tests.experiments.copying_task import Copying
-from tests.experiments.tiny import TINY, tiny, train_records
+from tests.experiments.tiny import TINY, assert_same_state, tiny, train_records
 
 SHORT = {"max_steps": 0}
 # As in test_grpo.py: fp32, sums in another order.
@@ -50,10 +51,6 @@ def parity(example, text):
 
 def drift_records(result):
     return [record for record in result.metrics if record["kind"] == "drift"]
-
-
-def leaves(result):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(result.setup.learner.state)]
 
 
 @pytest.mark.slow
@@ -112,9 +109,8 @@ def test_rescored_log_probs_are_the_trainers(tmp_path):
     # The sampler's log-probs stay for the drift, which is no larger once the policy has moved.
     assert 0.0 < first["computed/drift_max"] <= DRIFT and 0.0 < second["computed/drift_max"] <= DRIFT
     known, unknown = train_records(plain)
-    assert 0.0 < known["computed/drift_max"] <= DRIFT and unknown["computed/drift_max"] is None, (
-        "under which parameters nobody has scored"
-    )
+    assert 0.0 < known["computed/drift_max"] <= DRIFT
+    assert unknown["computed/drift_max"] is None, "under which parameters nobody has scored"
     assert [record["step"] for record in drift_records(scored)] == [1, 2]
     assert [record["step"] for record in drift_records(plain)] == [1]
     for record, wanted in zip(drift_records(scored), (first, second), strict=True):
@@ -125,13 +121,10 @@ def test_rescored_log_probs_are_the_trainers(tmp_path):
     # The log-probs differ from the sampler's by the drift, 2e-5 in test_grpo.py; losses and steps of Adam by little more.
     assert first["loss"] != 0.0 and second["loss"] != 0.0
     for mine, other in zip(train_records(scored), train_records(plain), strict=True):
-        assert (
-            abs(mine["loss"] - other["loss"]) <= 1e-4
-            and abs(mine["computed/entropy"] - other["computed/entropy"]) <= 1e-4
-        )
+        assert all(abs(mine[name] - other[name]) <= 1e-4 for name in ("loss", "computed/entropy"))
         assert mine["reward_mean"] == other["reward_mean"]
-    for mine, other in zip(leaves(scored), leaves(plain), strict=True):
-        np.testing.assert_allclose(mine, other, atol=2e-4)
+    close = functools.partial(np.testing.assert_allclose, atol=2e-4)
+    jax.tree.map(close, scored.setup.learner.state, plain.setup.learner.state)
 
 
 @pytest.mark.slow
@@ -149,12 +142,10 @@ def test_a_reference_is_frozen_and_survives_a_resume(tmp_path, invariant):
     schedule = {"row_length": None} if invariant else {}
     whole = train(short(tmp_path, "whole", schedule={"steps": 2, **schedule}, **options), reward=parity)
     resumed = resume(f"{whole.run.path}@1", {"quiet": True}, reward=parity)
-    for mine, other in zip(leaves(resumed), leaves(whole), strict=True):
-        np.testing.assert_array_equal(mine, other)
-    reference = jax.tree.leaves(whole.setup.learner.reference)
-    for mine, other in zip(jax.tree.leaves(resumed.setup.learner.reference), reference, strict=True):
-        np.testing.assert_array_equal(mine, other)
-    assert any((np.asarray(x) != y).any() for x, y in zip(reference, jax.tree.leaves(whole.params), strict=True))
+    assert_same_state(resumed, whole)
+    reference = whole.setup.learner.reference
+    jax.tree.map(np.testing.assert_array_equal, resumed.setup.learner.reference, reference)
+    assert any(jax.tree.leaves(jax.tree.map(lambda x, y: (x != y).any(), reference, whole.params)))
     distances = [[each["kl_reference"] for each in run.metrics if each["kind"] == "eval"] for run in (whole, resumed)]
     assert distances[0][0] == 0.0 < distances[0][-1] == distances[1][-1] < 1.0
 
@@ -168,8 +159,7 @@ def test_a_resume_takes_over_every_optimizers_state_and_the_exact_copy_of_bf16_p
     config = short(tmp_path, "whole", schedule=schedule, checkpoint={"every": 1}, **options)
     whole = train(config, reward=parity)
     resumed = resume(f"{whole.run.path}@1", {"quiet": True}, reward=parity)
-    for mine, other in zip(leaves(resumed), leaves(whole), strict=True):
-        np.testing.assert_array_equal(mine, other)
+    assert_same_state(resumed, whole)
     state = whole.setup.learner.state
     assert int(state.opt_state.count) == 2
     for stored, exact in zip(*map(jax.tree.leaves, (state.params, state.opt_state.exact)), strict=True):
@@ -219,11 +209,8 @@ def test_the_fp32_head_reaches_every_engine_with_the_operands_own_dtypes(tmp_pat
     monkeypatch.setitem(registry.ENGINES, "spy", Spy())
     Spy.seen.clear()
     model = {"dtype": "bfloat16", "fp32_head": True}
-    run = set_up(
-        short(
-            tmp_path, engine, model=model, loss={"engine": engine, "skip_zero_advantages": False}, schedule={"steps": 1}
-        )
-    )
+    loss = {"engine": engine, "skip_zero_advantages": False}
+    run = set_up(short(tmp_path, engine, model=model, loss=loss, schedule={"steps": 1}))
     assert run.setup.learner.gradients.head_run.engine == {"auto": "chunked"}.get(engine, engine)
     if engine == "spy":
         assert set(Spy.seen) == {("bfloat16", "bfloat16", True, 1)}
@@ -256,9 +243,8 @@ def test_a_slower_head_on_a_gpu_is_said_with_what_to_do(monkeypatch):
         assert "hopper not used: JAX 0.10.2" in text and "\n" not in text
         return text.partition("; try ")[2]
 
-    assert advice((9, 0), (0, 10, 2), "float32") == (
-        "JAX 0.11 or newer (Python 3.12 or newer) and --model.dtype bfloat16"
-    )
+    both = "JAX 0.11 or newer (Python 3.12 or newer) and --model.dtype bfloat16"
+    assert advice((9, 0), (0, 10, 2), "float32") == both
     assert advice((9, 0), (0, 11, 2), "bfloat16") == "", "both hold: the reason is another"
     assert advice((8, 0), (0, 10, 2), "bfloat16") == 'pip install -e ".[triton]"'
     filtered = replace(slow, reason=slow.reason.replace("auto", "first of the sequence that can"))
@@ -275,10 +261,8 @@ def test_rows_that_are_not_given_cut_a_step_into_equal_micro_batches():
     assert (sizes.row, sizes.rows) == (11, 86)
     assert length_limits(task, tokenizer, config.rollout, config.schedule, mesh=MeshSpec(data=4)).rows == 64
     assert length_limits(task, tokenizer, config.rollout, config.schedule, mesh=MeshSpec(), leaf_rows=8).rows == 8
-    whole, rollout = (
-        replace(config.schedule, docs_per_step=0),
-        replace(config.rollout, prompts_per_rollout=10, num_generations=10),
-    )
+    whole = replace(config.schedule, docs_per_step=0)
+    rollout = replace(config.rollout, prompts_per_rollout=10, num_generations=10)
     assert length_limits(task, tokenizer, rollout, whole, mesh=MeshSpec()).rows == 50
 
 

@@ -3,6 +3,9 @@
 import dataclasses
 from pathlib import Path
 
+import jax
+import numpy as np
+
 from experiments.config import (
     CheckpointConfig,
     Config,
@@ -54,6 +57,11 @@ def tiny(out: Path, name: str, **changes) -> Config:
 def train_records(result) -> list[dict]:
     """The records of the optimizer steps."""
     return [record for record in result.metrics if record["kind"] == "train"]
+
+
+def assert_same_state(result, other) -> None:
+    """The learners of both runs have the same bits."""
+    jax.tree.map(np.testing.assert_array_equal, result.setup.learner.state, other.setup.learner.state)
 
 
 def contents(folder) -> dict[str, bytes | None]:
