@@ -2,14 +2,15 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
 from experiments import evaluate, grpo
-from experiments.config import Config
-from experiments.loop import load, resume, run, run_parts
+from experiments.config import Config, ModelConfig
+from experiments.loop import resume, run, run_parts
 from experiments.loop.load import load_model
 from experiments.loop.run_parts import UserParts
 from experiments.runs.config_file import load_config, save_config
@@ -49,53 +50,29 @@ def resumed(folder, **own):
 ONE = [(mine, 1.0)]
 
 
+MINE = "reward: expected your own reward mine (weight 1), as the run began (from Python: reward=), got"
+DEFAULT = "expected the options' {0}, as the run began, got your own {0}"
+
+
 @pytest.mark.parametrize(
     "began, goes_on, sentence",
     [
+        ({"reward": mine}, {}, f"{MINE} none"),
+        ({}, {"reward": mine}, f"reward: {DEFAULT.format('reward')} mine (weight 1)"),
+        ({"reward": ONE}, {"reward": other}, f"{MINE} your own reward other"),
+        ({"reward": ONE}, {"reward": [(mine, 1.0 + 1e-9)]}, f"{MINE} your own reward mine (weight 1.000000001)"),
         (
-            {"reward": mine},
-            {},
-            "reward: expected your own reward mine (weight 1), as the run began (from Python: reward=), got none",
-        ),
-        (
-            {},
-            {"reward": mine},
-            "reward: expected the options' reward, as the run began, got your own reward mine (weight 1)",
-        ),
-        (
-            {"reward": ONE},
-            {"reward": other},
-            "reward: expected your own reward mine (weight 1), as .* got your own reward other",
-        ),
-        (
-            {"reward": ONE},
-            {"reward": [(mine, 3.0)]},
-            "reward: expected your own reward mine (weight 1), .* got your own reward mine (weight 3)",
-        ),
-        (
-            {"reward": ONE},
-            {"reward": [(mine, 1.0 + 1e-9)]},
-            "reward: expected your own reward mine (weight 1), .* got your own reward mine (weight 1.000000001)",
-        ),
-        (
-            {"reward": lambda e, c: 1.0},
-            {},
-            "reward: expected your own reward lambda (weight 1), as .* got none",
-        ),
-        ({"task": OwnTask(size=1)}, {}, "task: expected your own task OwnTask, as the run began .* got none"),
-        (
-            {},
             {"task": OwnTask(size=1)},
-            "task: expected the options' task, as the run began, got your own task OwnTask",
+            {},
+            "task: expected your own task OwnTask, as the run began (from Python: task=), got none",
         ),
+        ({}, {"task": OwnTask(size=1)}, f"task: {DEFAULT.format('task')} OwnTask"),
     ],
 )
 def test_a_resume_without_the_same_own_parts_is_refused(set_up, tmp_path, began, goes_on, sentence):
     folder = set_up(tiny(tmp_path, "run", task="addition:1"), **began)
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
         resumed(folder, **goes_on)
-    start, *rest = sentence.split(" .* ")
-    assert str(refused.value).startswith(start) and all(each in str(refused.value) for each in rest)
     resumed(folder, **began)
 
 
@@ -104,11 +81,8 @@ def test_the_printed_command_refuses_in_one_line(set_up, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         grpo.run_cli(["--resume", str(folder.path)])
     error = capsys.readouterr().err
-    assert (
-        stopped.value.code == 2
-        and error.count("\n") == 1
-        and error.startswith("error: --reward: expected your own reward mine")
-    )
+    assert stopped.value.code == 2 and error.count("\n") == 1
+    assert error.startswith("error: --reward: expected your own reward mine")
 
 
 def test_changed_source_code_is_named(set_up, tmp_path, monkeypatch, capsys):
@@ -134,15 +108,10 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_files_of_a_model_are_refused(set_up, tmp_path, monkeypatch, change, lora):
     """Of the run's own copy once there is a checkpoint; of the base's directory with adapters."""
-    pytest.importorskip("tokenizers", reason="the extra hf is not installed")
     base = write_tiny_directory(tmp_path / "base", "smollm2", num_hidden_layers=1)
     config = tiny(tmp_path, "run", task="addition:1", schedule={"row_length": 64}, rollout={"max_new_tokens": 3})
-    config = dataclasses.replace(
-        config,
-        model=dataclasses.replace(type(config.model)(), path=str(base)),
-        lora=dataclasses.replace(config.lora, rank=lora),
-    )
-    folder = set_up(config)
+    model = ModelConfig(path=str(base))
+    folder = set_up(dataclasses.replace(config, model=model, lora=dataclasses.replace(config.lora, rank=lora)))
     monkeypatch.setattr(resume, "complete_steps", lambda path: [1])
     resumed(folder)
     name, old, new = CHANGES[change]
@@ -155,48 +124,45 @@ def test_changed_files_of_a_model_are_refused(set_up, tmp_path, monkeypatch, cha
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Two runs of one step: of the caller's own task, and of the built-in one of the same name."""
-    parent = tmp_path_factory.mktemp("runs")
+    """A run of one step of the caller's own task."""
     sizes = {"schedule": {"steps": 1}, "warm_start": {"max_steps": 0}}
-    own = run.train(tiny(parent, "own", task="addition:1", **sizes), task=OwnTask(size=1)).run
-    return own, run.train(tiny(parent, "plain", task="addition:1", **sizes)).run
+    config = tiny(tmp_path_factory.mktemp("runs"), "own", task="addition:1", **sizes)
+    return run.train(config, task=OwnTask(size=1)).run
 
 
-def test_readers_take_no_built_in_task_for_ones_own(trained, capsys):
-    own, plain = trained
-    for read in (lambda: load_model(own.path), lambda: evaluate.load(evaluate.EvaluateConfig(str(own.path)))):
+@pytest.fixture
+def copied(trained, tmp_path):
+    return RunFolder(Path(shutil.copytree(trained.path, tmp_path / "run")))
+
+
+def read(folder, *task):
+    return evaluate.load(evaluate.EvaluateConfig(str(folder.path)), *task)
+
+
+def test_readers_take_no_built_in_task_for_ones_own(trained):
+    for reader in (lambda: load_model(trained.path), lambda: read(trained)):
         with pytest.raises(ValueError, match="^task: expected your own task OwnTask, as the run began .* got none"):
-            read()
-    scores = evaluate.main(evaluate.EvaluateConfig(str(own.path)), OwnTask(size=1))
-    recorded = json.loads(own.summary.read_text())["after"]
-    assert (
-        scores._asdict() == recorded
-        and scores.greedy > 0.5 > evaluate.main(evaluate.EvaluateConfig(str(plain.path))).greedy
-    )
+            reader()
+    scores = evaluate.main(evaluate.EvaluateConfig(str(trained.path)), OwnTask(size=1))
+    recorded = json.loads(trained.summary.read_text())["after"]
+    # An untrained model is hardly ever right.
+    assert scores._asdict() == recorded and scores.greedy > 0.5
 
 
-def test_options_that_cannot_be_used_are_refused_by_readers_of_a_model_too(trained, tmp_path):
-    folder = RunFolder(Path(shutil.copytree(trained[1].path, tmp_path / "run")))
-    config = load_config(folder.config, Config)
-    save_config(
-        folder.config, dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, num_generations=1))
-    )
+def test_options_that_cannot_be_used_are_refused_by_readers_of_a_model_too(tmp_path):
+    folder = RunFolder.create(tmp_path, "run")
+    save_config(folder.config, tiny(tmp_path, "run", rollout={"num_generations": 1}))
     with pytest.raises(ValueError, match="^--rollout.num-generations: expected at least 2, got 1$"):
         load_model(folder.path)
 
 
-@pytest.mark.parametrize("what", ["config.json", "checkpoints"])
-def test_readers_refuse_what_is_of_another_run(trained, tmp_path, what):
-    """Another seed's options, or its checkpoint, in the folder of this run."""
-    copy = RunFolder(tmp_path / "run")
-    shutil.copytree(trained[1].path, copy.path)
-    if what == "config.json":
-        stored = load.load_config(copy.config, type(tiny(tmp_path, "run")))
-        run.save_config(copy.config, dataclasses.replace(stored, seed=7))
-    else:
-        shutil.rmtree(copy.checkpoints)
-        shutil.copytree(trained[0].checkpoints, copy.checkpoints)
-    with pytest.raises(
-        ValueError, match=f"^checkpoint step 1: expected the {'options' if what == 'config.json' else 'parts'}"
-    ):
-        evaluate.load(evaluate.EvaluateConfig(str(copy.path)))
+def test_readers_refuse_what_is_of_another_run(copied, tmp_path):
+    """Another seed's options in the folder of this run, or the parts of a run of the built-in task."""
+    config = load_config(copied.config, Config)
+    save_config(copied.config, dataclasses.replace(config, seed=7))
+    with pytest.raises(ValueError, match="^checkpoint step 1: expected the options"):
+        read(copied, OwnTask(size=1))
+    save_config(copied.config, config)
+    shutil.copy(RunFolder.create(tmp_path, "plain").path / "parts.json", copied.path)
+    with pytest.raises(ValueError, match="^checkpoint step 1: expected the parts"):
+        read(copied)
