@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from experiments import evaluate, grpo
-from experiments.config import Config, ModelConfig
+from experiments.config import Config, ModelConfig, RolloutConfig
 from experiments.loop import resume, run, run_parts
 from experiments.loop.load import load_model
 from experiments.loop.run_parts import UserParts
@@ -149,11 +149,16 @@ def test_readers_take_no_built_in_task_for_ones_own(trained):
     assert scores._asdict() == recorded and scores.greedy > 0.5
 
 
-def test_options_that_cannot_be_used_are_refused_by_readers_of_a_model_too(tmp_path):
-    folder = RunFolder.create(tmp_path, "run")
-    save_config(folder.config, tiny(tmp_path, "run", rollout={"num_generations": 1}))
+def of_the_built_in_task(folder, parent):
+    shutil.copy(RunFolder.create(parent, "plain").path / "parts.json", folder.path)
+
+
+def test_options_that_cannot_be_used_are_refused_by_readers_of_a_model_too(copied, tmp_path):
+    of_the_built_in_task(copied, tmp_path)
+    rollout = RolloutConfig(num_generations=1)
+    save_config(copied.config, dataclasses.replace(load_config(copied.config, Config), rollout=rollout))
     with pytest.raises(ValueError, match="^--rollout.num-generations: expected at least 2, got 1$"):
-        load_model(folder.path)
+        load_model(copied.path)
 
 
 def test_readers_refuse_what_is_of_another_run(copied, tmp_path):
@@ -163,6 +168,6 @@ def test_readers_refuse_what_is_of_another_run(copied, tmp_path):
     with pytest.raises(ValueError, match="^checkpoint step 1: expected the options"):
         read(copied, OwnTask(size=1))
     save_config(copied.config, config)
-    shutil.copy(RunFolder.create(tmp_path, "plain").path / "parts.json", copied.path)
+    of_the_built_in_task(copied, tmp_path)
     with pytest.raises(ValueError, match="^checkpoint step 1: expected the parts"):
         read(copied)
