@@ -11,7 +11,6 @@ from experiments.config import CorrectionConfig, RejectionConfig
 from experiments.learner.objectives import PolicyObjective, mean_weight
 from experiments.learner.packing import Packing
 from experiments.loop.assemble import assemble
-from experiments.loop.resume import resume
 from experiments.loop.run import train
 from jaxlogp import Document
 from jaxlogp.policy.documents import SAMPLER_COLUMN
@@ -36,15 +35,10 @@ TOLERANCE = 2e-6
 
 def sums_with(make_sums, changes, sampler_offset):
     config, graph, params = decoder()
-    made = [
-        dataclasses.replace(
-            each,
-            old_log_probs=each.sampler_log_probs,
-            sampler_log_probs=each.sampler_log_probs + sampler_offset,
-            columns={},
-        )
-        for each in documents()
-    ]
+    made = []
+    for each in documents():
+        old = each.sampler_log_probs
+        made.append(dataclasses.replace(each, old_log_probs=old, sampler_log_probs=old + sampler_offset, columns={}))
     (batch,) = Packing(1, ROWS, LENGTH, VOCAB, 0, share_rows=False, columns=(SAMPLER_COLUMN,)).rounds(made)
     loss = dataclasses.replace(TINY, **changes).policy_loss(LENGTH)
     objective = PolicyObjective(loss, "basic")
@@ -133,8 +127,7 @@ def test_normalized_weights_do_not_depend_on_the_cut_or_the_mesh(level, cut):
     (whole, params), (cut_up, parts_params) = whole_step(level), step_with(level, **CUTS[cut])
     assert cut != "rows" or cut_up["micro_batches"] > whole["micro_batches"]
     assert abs(whole["loss"] - cut_up["loss"]) < LOSS and abs(whole["grad_norm"] / cut_up["grad_norm"] - 1) < 10 * LOSS
-    for mine, one in zip(parts_params, params, strict=True):
-        np.testing.assert_allclose(mine, one, atol=PARAMS)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=PARAMS), parts_params, params)
 
 
 def test_the_mean_weight_of_a_step_is_that_of_all_its_labels():
@@ -142,30 +135,8 @@ def test_the_mean_weight_of_a_step_is_that_of_all_its_labels():
     for level in ("token", "sequence"):
         correction = CorrectionConfig(level=level, high=HIGH, normalize=True).correction()
         assert abs(mean_weight(correction, made) / weights_by_hand(level, made).mean() - 1.0) < LOSS
-        nothing = [
-            dataclasses.replace(
-                each,
-                labels=np.zeros(each.tokens.size, bool),
-                advantages=0.0,
-                sampler_log_probs=np.zeros(0, np.float32),
-                old_log_probs=None,
-            )
-            for each in made
-        ]
-        assert mean_weight(correction, nothing) == 1.0, "no label, nothing to divide"
-
-
-@pytest.mark.slow
-def test_a_run_with_normalized_weights_resumes_to_the_same_bits(tmp_path):
-    correction = CorrectionConfig(level="sequence", high=1.0, normalize=True)
-    short = {"warm_start": {"max_steps": 4}, "checkpoint": {"every": 1}}
-    whole = train(tiny(tmp_path, "whole", correction=correction, **short))
-    assert all(record["computed/correction_weight"] < 1.0 for record in train_records(whole))
-    resumed = resume(f"{whole.run.path}@2", {"quiet": True})
-    for mine, other in zip(
-        *(jax.tree.leaves(each.setup.learner.state.params) for each in (whole, resumed)), strict=True
-    ):
-        np.testing.assert_array_equal(mine, other)
+        nothing = Document(np.arange(5), np.zeros(5, bool), sampler_log_probs=np.zeros(0, np.float32))
+        assert mean_weight(correction, [nothing]) == 1.0, "no label, nothing to divide"
 
 
 @pytest.mark.slow
@@ -181,6 +152,5 @@ def test_a_run_weights_and_rejects_labels(tmp_path):
     assert two["truncated_fraction"] == 0.0 and abs(two["correction_weight"] - 1.0) < 1e-4
     assert abs(two["loss"] - one["loss"]) < 1e-4 and abs(two["effective_sample_size"] - 1.0) < 1e-6
     assert 0.0 < three["weight_masked_fraction"] == four["rejected_fraction"] < 1.0
-    assert three["loss_count"] == one["loss_count"] > four["loss_count"], (
-        "a weight of 0 counts, a rejected label does not"
-    )
+    # A weight of 0 counts, a rejected label does not.
+    assert three["loss_count"] == one["loss_count"] > four["loss_count"]

@@ -15,7 +15,7 @@ from experiments.loop.run import train
 from tests.experiments import test_objectives
 from tests.experiments.test_objectives import LENGTH, sums_of_leaves, sums_of_micro_batches
 from tests.experiments.test_selection_options import COUNT, VOCAB, documents
-from tests.experiments.tiny import tiny, train_records
+from tests.experiments.tiny import assert_same_state, tiny, train_records
 
 FIRST, STEP = 0.25, 0.5
 # fp32 sums of a hundred labels in another order; Adam divides each gradient by its own size.
@@ -144,8 +144,7 @@ def test_a_run_follows_its_target_and_resumes_to_the_same_bits(tmp_path):
     assert len({record["entropy_labelled"] < 2.05 for record in records}) == 2, "it falls and rises"
     resumed = resume(f"{whole.run.path}@2", {"quiet": True})
     assert resumed.setup.learner.entropy_coefficient == whole.setup.learner.entropy_coefficient == coefficient
-    for mine, other in zip(params_of(whole.setup.learner), params_of(resumed.setup.learner), strict=True):
-        np.testing.assert_array_equal(mine, other)
+    assert_same_state(resumed, whole)
     assert train_records(resumed)[-1]["entropy_coefficient"] == records[-1]["entropy_coefficient"]
 
 
@@ -161,23 +160,22 @@ def test_options_reach_the_rule():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"entropy_step": 0.1}, "--loss.entropy-step: expected None without --loss.entropy-target, got 0.1"),
-        ({"entropy_maximum": 0.1}, "--loss.entropy-maximum: expected None without --loss.entropy-target, got 0.1"),
-        ({"entropy_target": -0.1}, "--loss.entropy-target: expected a finite number of at least 0, got -0.1"),
-        ({"entropy_target": float("inf")}, "--loss.entropy-target: expected a finite number of at least 0, got inf"),
-        ({"entropy_target": 0.2, "entropy_step": 0.0}, "--loss.entropy-step: expected a finite number > 0, got 0.0"),
-        ({"entropy_target": 0.2, "entropy_maximum": -1.0}, "--loss.entropy-maximum: expected a finite number > 0"),
+        ({"entropy_step": 0.1}, "entropy-step: expected None without --loss.entropy-target, got 0.1"),
+        ({"entropy_maximum": 0.1}, "entropy-maximum: expected None without --loss.entropy-target, got 0.1"),
+        ({"entropy_target": -0.1}, "entropy-target: expected a finite number of at least 0, got -0.1"),
+        ({"entropy_target": float("inf")}, "entropy-target: expected a finite number of at least 0, got inf"),
+        ({"entropy_target": 0.2, "entropy_step": 0.0}, "entropy-step: expected a finite number > 0, got 0.0"),
+        ({"entropy_target": 0.2, "entropy_maximum": -1.0}, "entropy-maximum: expected a finite number > 0"),
         (
             {"entropy_target": 0.2, "entropy_coefficient": 1.5},
-            r"--loss.entropy-coefficient: expected a coefficient in \[0, 1.0\] with an entropy target, got 1.5",
+            r"entropy-coefficient: expected a coefficient in \[0, 1.0\]",
         ),
         (
             {"entropy_target": 0.2, "metrics": "basic"},
-            "--loss.metrics: expected with_entropy along with --loss.entropy-target, which reads the entropy of each "
-            "step, got basic",
+            "metrics: expected with_entropy along with --loss.entropy-target",
         ),
     ],
 )
 def test_options_that_do_not_go_together_are_named(options, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
+    with pytest.raises(ValueError, match=f"^--loss.{message}"):
         validate(Config(loss=LossConfig(**options)))

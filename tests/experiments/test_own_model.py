@@ -1,6 +1,7 @@
 """A Flax model of one's own: drawn without a cache, trained, resumed and refused."""
 
 import dataclasses
+import functools
 import importlib.util
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from experiments.sampling.recompute import RecomputeSampler
 from experiments.sampling.sampler import SampledModel
 from jaxlogp.head import HeadSpec
 from tests.experiments.samples import rule, sample
-from tests.experiments.tiny import tiny, train_records
+from tests.experiments.tiny import assert_same_state, tiny, train_records
 
 PATH = Path(__file__).parents[2] / "examples" / "own_model.py"
 SPEC = importlib.util.spec_from_file_location("own_model", PATH)
@@ -141,8 +142,7 @@ def test_the_example_trains_and_is_left_as_it_is(tmp_path, capsys):
     assert record["update_applied"] == 1 and record["attention"] == "own" and record["loss"] != 0.0
     # Sampler and trainer run the same recurrence over rows of other lengths, in fp32.
     assert record["computed/drift_max"] < 1e-4
-    for mine, other in zip(leaves(nnx.state(model)), first, strict=True):
-        np.testing.assert_array_equal(mine, other)
+    jax.tree.map(np.testing.assert_array_equal, leaves(nnx.state(model)), first)
     assert all((mine != other).any() for mine, other in zip(leaves(result.params), first, strict=True))
     nnx.update(model, result.params)
     np.testing.assert_array_equal(model.head()[1], result.params["head_weight"][...])
@@ -162,12 +162,10 @@ def test_what_is_no_parameter_is_kept_on_a_mesh_and_in_a_resume(tmp_path):
     for record, other in zip(train_records(one), train_records(four), strict=True):
         # The same tokens are drawn and scored; sums of a few hundred labels in another order.
         assert abs(record["loss"] - other["loss"]) < 1e-5 and record["reward_mean"] == other["reward_mean"]
-    for mine, other in zip(leaves(one.params), leaves(four.params), strict=True):
-        np.testing.assert_allclose(mine, other, atol=2e-4)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-4), leaves(one.params), leaves(four.params))
     other = Shifted(example.model().embed.num_embeddings, 32, rngs=nnx.Rngs(1))
     resumed = resume(f"{one.run.path}@1", reward=parity, model=other)
-    for mine, wanted in zip(leaves(resumed.params), leaves(one.params), strict=True):
-        np.testing.assert_array_equal(mine, wanted)
+    assert_same_state(resumed, one)
 
 
 class Half(nnx.Module):
