@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import numpy as np
 import pytest
@@ -15,13 +16,13 @@ from tests.experiments.lines import write
 from tests.experiments.word_tokenizer import word_tokenizer
 
 CHARS = CharTokenizer("0123456789+=")
+MESSAGE = "an object with role and content"
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
+TRAINED = {**USER, "train": True}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def chatml():
-    pytest.importorskip("tokenizers", reason="the extra hf is not installed")
-    pytest.importorskip("jinja2", reason="the extra hf is not installed")
     return word_tokenizer("chatml")
 
 
@@ -72,7 +73,6 @@ def test_turns_of_a_conversation(tmp_path, chatml, flags, labels):
 
 
 def test_the_first_token_is_no_label(tmp_path):
-    pytest.importorskip("tokenizers", reason="the extra hf is not installed")
     tokenizer = word_tokenizer("chatml", "{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}")
     document = only(load(tmp_path, tokenizer, {"messages": [ASSISTANT]}))
     assert document.labels.tolist() == [False, True]
@@ -108,11 +108,6 @@ def test_the_digest_is_of_the_content(tmp_path):
     ("line", "reason"),
     [
         (b"", "invalid JSON: Expecting value at character 0"),
-        (b"{", "invalid JSON: Expecting property name"),
-        (b'{"prompt": "\xff", "completion": "1"}', "invalid UTF-8 at byte 12"),
-        (b'{"prompt": "1", "prompt": "2", "completion": "1"}', "key 'prompt' occurs twice in one object"),
-        (b'{"prompt": "1", "completion": "1", "metadata": NaN}', "invalid JSON: NaN is not a number of JSON"),
-        (b'{"prompt": "1", "completion": "1", "metadata": 1e999}', "expected numbers that float64 holds, got 1e999"),
         (["prompt"], "expected a JSON object, got list"),
         ({}, "missing key 'prompt'; a line has prompt and completion, or messages"),
         ({"prompt": "1"}, "missing key 'completion'; a line has prompt and completion, or messages"),
@@ -124,10 +119,7 @@ def test_the_digest_is_of_the_content(tmp_path):
         ({"prompt": "1", "completion": [ASSISTANT]}, "'completion' must be a string, got list"),
         ({"prompt": "1", "completion": "\ud800"}, "'completion' holds half of a surrogate pair at character 0"),
         ({"prompt": [], "completion": "1"}, "'prompt' is empty"),
-        (
-            {"prompt": [{**USER, "train": True}], "completion": "1"},
-            "'prompt[0]' must be an object with role and content, got keys content, role, train",
-        ),
+        ({"prompt": [TRAINED], "completion": "1"}, f"'prompt[0]' must be {MESSAGE}, got keys content, role, train"),
         ({"messages": "Hi"}, "'messages' must be a list of messages, got str"),
         ({"messages": []}, "'messages' is empty"),
         ({"messages": [USER]}, "'messages' has no turn to train on, neither of the assistant nor with 'train': true"),
@@ -135,7 +127,7 @@ def test_the_digest_is_of_the_content(tmp_path):
         ({"messages": [USER, {**ASSISTANT, "train": 1}]}, "'messages[1].train' must be true or false, got int"),
         (
             {"messages": [USER, {**ASSISTANT, "weight": 1}]},
-            "'messages[1]' must be an object with role and content, and perhaps train, got keys content, role, weight",
+            f"'messages[1]' must be {MESSAGE}, and perhaps train, got keys content, role, weight",
         ),
         ({"messages": [USER, {**ASSISTANT, "content": None}]}, "'messages[1].content' must be a string, got NoneType"),
         ({"messages": [USER, ASSISTANT]}, "messages: expected a model with a chat template (--model.path) for prompts"),
@@ -145,10 +137,8 @@ def test_the_digest_is_of_the_content(tmp_path):
 )
 def test_refuses_lines(tmp_path, line, reason):
     good = {"prompt": "1234", "completion": "678"}
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=rf"^file {tmp_path}/a.jsonl, line 2: {re.escape(reason)}.*\Z"):
         load(tmp_path, CHARS, good, line, good, row_length=9)
-    assert str(caught.value).startswith(f"file {tmp_path / 'a.jsonl'}, line 2: {reason}")
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.bad_input
@@ -161,7 +151,6 @@ def test_refuses_ids_beyond_the_vocabulary(tmp_path):
 
 @pytest.mark.bad_input
 def test_refuses_templates_with_the_line(tmp_path):
-    pytest.importorskip("tokenizers", reason="the extra hf is not installed")
     source = "{% for m in messages %}{{ m['content'] + ('!' if loop.last else '') }}{% endfor %}"
     with pytest.raises(
         ValueError, match=r"line 1: chat template, messages\[1\] \(assistant\): expected a turn that does"

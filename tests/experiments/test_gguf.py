@@ -12,8 +12,6 @@ from experiments.models.pretrained import open_pretrained
 from tests.experiments.tiny_directory import decoder_on_disk
 from tests.experiments.tiny_gguf import oracle_hidden, write_tiny_gguf
 
-pytest.importorskip("gguf", reason="the extra gguf is not installed")
-pytest.importorskip("tokenizers", reason="the extra gguf is not installed")
 pytestmark = pytest.mark.slow
 
 PROSE = "hello there, it is 17 past 3; the héron tells the others. " * 3

@@ -1,6 +1,7 @@
 """Tasks from files: every line becomes an example or is refused with its number; keys, answer patterns, verifiers."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from experiments.tasks import Example, Message, make_task, split_of
 from tests.experiments.lines import records, write
 
 USER = {"role": "user", "content": "2+2?"}
+OBJECT = "must be an object with role and content"
 
 
 def load(path, **data):
@@ -49,44 +51,31 @@ def test_jsonl_counts_bytes_and_strips(tmp_path):
     ("line", "reason"),
     [
         (b"", "invalid JSON"),
-        (b"{", "invalid JSON"),
-        (b"[" * 100_000, "invalid JSON: nested too deeply"),
         (b'{"prompt": "a", "answer": NaN}', "invalid JSON: NaN is not a number of JSON"),
         (b'{"prompt": "a", "answer": "1", "metadata": [-Infinity]}', "invalid JSON: -Infinity is not a number of JSON"),
         (b'{"prompt": "a", "answer": 1e999}', "expected numbers that float64 holds, got 1e999"),
-        (b'{"prompt": "\xff", "answer": "1"}', "invalid UTF-8 at byte 12"),
-        (["prompt", "answer"], "expected a JSON object, got list"),
         (None, "expected a JSON object, got NoneType"),
-        ({"prompt": "a"}, "missing key 'answer'"),
-        ({"answer": "a"}, "missing key 'prompt' or 'question' or 'messages'"),
-        ({"prompt": "a", "question": "b", "answer": "1"}, "keys 'prompt' and 'question' in one line"),
         ({"prompt": "a", "answer": True}, "'answer' must be a string, got bool"),
         ({"messages": [], "answer": "1"}, "'messages' is empty"),
-        ({"messages": ["hello"], "answer": "1"}, "'messages[0]' must be an object with role and content, got str"),
+        ({"messages": ["hello"], "answer": "1"}, f"'messages[0]' {OBJECT}, got str"),
         (
-            {"messages": [USER, {"role": "user", "text": "b"}], "answer": "1"},
-            "'messages[1]' must be an object with role and content, got keys role, text",
+            {"messages": [USER, {"role": "a", "text": "b"}], "answer": "1"},
+            f"'messages[1]' {OBJECT}, got keys role, text",
         ),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}], "answer": "1"},
+            {"messages": [{"role": "a", "content": [{}]}], "answer": "1"},
             "'messages[0].content' must be a string, got list",
         ),
         ({"messages": [{"role": "user", "content": " "}], "answer": "1"}, "'messages[0].content' is empty"),
         ({"prompt": None, "answer": "1"}, "'prompt' must be a string, got NoneType"),
         ({"prompt": "", "answer": "1"}, "'prompt' is empty"),
-        ({"prompt": "a", "answer": " "}, "'answer' is empty"),
-        ({"prompt": "\ud800", "answer": "1"}, "'prompt' holds half of a surrogate pair at character 0"),
         ({"prompt": "a", "answer": "1", "anwser": "2"}, "unknown key 'anwser'; a line has prompt, answer, metadata"),
-        (b'{"prompt": "a", "prompt": "b", "answer": "1"}', "key 'prompt' occurs twice in one object"),
-        ({"prompt": "0+1=", "answer": "2"}, "duplicate prompt '0+1=', first on line 1"),
     ],
 )
 def test_jsonl_refuses_lines(tmp_path, line, reason):
     path = write(tmp_path / "a.jsonl", *records(60), line, {"prompt": "z", "answer": "1"})
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=rf"^file {path}, line 61: {re.escape(reason)}.*\Z"):
         make_task(f"jsonl:{path}")
-    assert str(caught.value).startswith(f"file {path}, line 61: {reason}")
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.bad_input
@@ -128,7 +117,7 @@ def test_keys_are_mapped(tmp_path):
         number = int(example.prompt.removesuffix("+1="))
         assert example == Example(f"{number}+1=", str(number + 1), {"level": number % 3, "prompt": "?"})
     with pytest.raises(
-        ValueError, match=r"line 1: unknown key 'level'; a line has problem, solution, metadata, or --data"
+        ValueError, match="line 1: unknown key 'level'; a line has problem, solution, metadata, or --data"
     ):
         load(path, **keys)
     with pytest.raises(ValueError, match=f"file {path}, line 1: missing key 'query'"):
@@ -156,9 +145,7 @@ def test_a_pattern_says_which_part_of_the_answer_counts(tmp_path):
 
 def test_a_numeric_verifier_needs_numbers(tmp_path):
     path = write(tmp_path / "a", *records(60), {"prompt": "who?", "answer": "me"})
-    with pytest.raises(
-        ValueError, match="line 61: 'answer' must hold exactly one number for a numeric verifier, got 'me'"
-    ):
+    with pytest.raises(ValueError, match="line 61: 'answer' must hold exactly one number for a numeric .*, got 'me'"):
         load(path, verifier="numeric")
 
 
@@ -171,9 +158,8 @@ def test_a_numeric_verifier_needs_numbers(tmp_path):
     ],
 )
 def test_refuses_options(tmp_path, data, words):
-    with pytest.raises(ValueError, match=f"^{words}") as caught:
+    with pytest.raises(ValueError, match=rf"^{words}.*\Z"):
         load(write(tmp_path / "a", *records(60)), **data)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.bad_input

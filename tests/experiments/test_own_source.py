@@ -152,11 +152,10 @@ def test_a_run_from_a_source_by_name_resumes_to_the_same_bits(tmp_path, source):
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("suffix", ["jsonl", "safetensors"])
-def test_stored_documents_train_like_those_that_a_function_gives(tmp_path, suffix):
+def test_stored_documents_train_like_those_that_a_function_gives(tmp_path):
     """Of another run, whose versions mean nothing here; two passes, of which a resume makes the second."""
     documents = [document((3, 4, 5), advantages=(-1.0) ** number, versions=7) for number in range(8)]
-    path = tmp_path / f"documents.{suffix}"
+    path = tmp_path / "documents.safetensors"
     write_documents(path, documents)
     schedule = {"steps": 5, "docs_per_step": 0, "epochs": 2}
     stored = train(source_config(tmp_path, "stored", source=f"stored:{path}", schedule=schedule))

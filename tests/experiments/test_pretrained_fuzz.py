@@ -10,9 +10,6 @@ import pytest
 from experiments.models.pretrained import open_pretrained
 from tests.experiments.tiny_directory import write_tiny_directory
 
-pytest.importorskip("safetensors", reason="the extra hf is not installed")
-pytest.importorskip("tokenizers", reason="the extra hf is not installed")
-
 STRANGE = [None, True, -1, 0, 1.5, 2**63, 1e400, "", "F32", "é\u0000", [], [[]], {}, {"a": 1}, [-1, 2], [2**40, 2**40]]
 
 

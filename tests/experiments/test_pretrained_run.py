@@ -25,9 +25,6 @@ from tests.experiments.tiny import tiny, train_records
 from tests.experiments.tiny_directory import write_tiny_directory
 from tests.experiments.tiny_gguf import METADATA, write_tiny_gguf
 
-pytest.importorskip("safetensors", reason="the extra hf is not installed")
-pytest.importorskip("tokenizers", reason="the extra hf is not installed")
-
 SMALL = {
     "task": "comparison:1", "model": {}, "rollout": {"prompts_per_rollout": 4, "num_generations": 2, "max_new_tokens": 3},
     "loss": {"kl_coefficient": 0.01}, "evaluation": {"num_prompts": 4},
@@ -159,7 +156,6 @@ def test_an_answer_is_printed_without_control_characters(capsys, monkeypatch):
     ],
 )
 def test_sizes_of_a_gguf_file_are_refused_before_anything_is_made_of_them(key, value, seen, tmp_path, monkeypatch):
-    pytest.importorskip("gguf", reason="the extra gguf is not installed")
     monkeypatch.setitem(METADATA, key, value)
     with pytest.raises(ValueError, match=f"^gguf, llama.{seen}$"):
         open_pretrained(write_tiny_gguf(tmp_path / "tiny.gguf").path, chat_template=False)
@@ -169,7 +165,6 @@ def test_sizes_of_a_gguf_file_are_refused_before_anything_is_made_of_them(key, v
 @pytest.mark.parametrize("kind", [0, 9])
 def test_an_array_of_a_gguf_file_ends_with_the_file(kind, tmp_path):
     """2^40 bytes, or arrays of arrays, in the place of the tokens."""
-    pytest.importorskip("gguf", reason="the extra gguf is not installed")
     path = write_tiny_gguf(tmp_path / "tiny.gguf").path
     content = bytearray(path.read_bytes())
     key = b"tokenizer.ggml.tokens"
@@ -182,7 +177,6 @@ def test_an_array_of_a_gguf_file_ends_with_the_file(kind, tmp_path):
 
 
 def test_a_gguf_file_goes_through_the_same_door(tmp_path):
-    pytest.importorskip("gguf", reason="the extra gguf is not installed")
     tiny_gguf = write_tiny_gguf(tmp_path / "tiny.gguf")
     out = export.run_cli([str(tiny_gguf.path), str(tmp_path / "out")])
     one, other = load_model(tiny_gguf.path), load_model(out)

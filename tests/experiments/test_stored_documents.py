@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import os
+import re
 import struct
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from experiments.experience.document_list import DocumentList
 from experiments.experience.limits import NO_LIMITS, Limits
@@ -18,10 +20,6 @@ from tests.experiments.lines import write
 
 FORMATS = pytest.mark.parametrize("suffix", ["jsonl", "safetensors"])
 NAMES = ("advantages", "sampler_log_probs", "old_log_probs", "reward", "versions")
-
-
-def safetensors():
-    return pytest.importorskip("safetensors.numpy", reason="the extra hf is not installed")
 
 
 def random_documents(count, *, per_label, seed=0):
@@ -36,17 +34,10 @@ def random_documents(count, *, per_label, seed=0):
         # All bits of the significand, and subnormal numbers.
         log_probs = (-rng.exponential(size=(2, size)) * 10.0 ** rng.integers(-42, 3)).astype(np.float32)
         versions = rng.integers(0, 2**31, size).astype(np.int32)
-        documents.append(
-            Document(
-                rng.integers(0, 2**31, length).astype(np.int32),
-                labels,
-                rng.normal(size=size).astype(np.float32) if per_label else float(rng.normal()),
-                log_probs[0],
-                log_probs[1],
-                float(rng.normal()),
-                versions if per_label else number,
-            )
-        )
+        tokens = rng.integers(0, 2**31, length).astype(np.int32)
+        advantages = rng.normal(size=size).astype(np.float32) if per_label else float(rng.normal())
+        versions = versions if per_label else number
+        documents.append(Document(tokens, labels, advantages, *log_probs, float(rng.normal()), versions))
     return documents
 
 
@@ -80,7 +71,6 @@ def assert_same(found, wanted):
 @FORMATS
 @pytest.mark.parametrize("per_label", [True, False])
 def test_round_trip_is_bitwise(tmp_path, suffix, per_label):
-    safetensors()
     documents = random_documents(20, per_label=per_label)
     documents = with_supports(documents) if per_label else documents
     write_documents(path := tmp_path / f"a.{suffix}", documents)
@@ -94,22 +84,18 @@ def test_round_trip_is_bitwise(tmp_path, suffix, per_label):
 
 @FORMATS
 def test_supervised_documents_need_tokens_and_labels_alone(tmp_path, suffix):
-    safetensors()
     documents = [Document.of_completion([5], [6, 7]), Document.of_completion([8, 9], [1])]
     write_documents(path := tmp_path / f"a.{suffix}", documents)
     assert_same(read_documents(path)[0], documents)
     if suffix == "jsonl":
-        assert (
-            path.read_text()
-            == '{"tokens": [5, 6, 7], "labels": [0, 1, 1]}\n{"tokens": [8, 9, 1], "labels": [0, 0, 1]}\n'
-        )
+        first, second = '{"tokens": [5, 6, 7], "labels": [0, 1, 1]}\n', '{"tokens": [8, 9, 1], "labels": [0, 0, 1]}\n'
+        assert path.read_text() == first + second
     else:
-        assert set(safetensors().load_file(path)) == {"tokens", "labels", "offsets"}
+        assert set(safetensors.numpy.load_file(path)) == {"tokens", "labels", "offsets"}
 
 
 @FORMATS
 def test_values_of_other_dtypes_are_read_as_fp32(tmp_path, suffix):
-    safetensors()
     log_probs = np.array([-0.1, -0.7])
     exact = np.array([-0.5, -0.25], ml_dtypes.bfloat16).astype(np.float16)
     documents = [Document(np.array([5, 6, 7], np.uint8), np.array([False, True, True]), 1, log_probs, exact)]
@@ -128,7 +114,7 @@ def test_arrays_of_other_systems(tmp_path):
         "advantages": np.array([0.5, -0.5], np.float32),
         "versions": np.array([1, 2, 3], np.int64),
     }
-    safetensors().save_file(arrays, path := tmp_path / "a.safetensors")
+    safetensors.numpy.save_file(arrays, path := tmp_path / "a.safetensors")
     one, two = read_documents(path)[0]
     assert (one.tokens.tolist(), two.tokens.tolist()) == ([5, 6, 7], [8, 9])
     assert (one.sampler_log_probs.tolist(), two.sampler_log_probs.tolist()) == ([-1.0, -2.0], [-3.0])
@@ -137,7 +123,6 @@ def test_arrays_of_other_systems(tmp_path):
 
 
 def test_numbers_and_arrays_of_labels_may_mix(tmp_path):
-    safetensors()
     values = {"labels": np.array([False, True, True]), "sampler_log_probs": np.zeros(2, np.float32)}
     mixed = [
         Document(np.array([1, 2, 3], np.int32), advantages=np.array([1.0, 2.0], np.float32), versions=3, **values),
@@ -158,7 +143,6 @@ def stored(path, limits=NO_LIMITS, **options):
 
 @FORMATS
 def test_a_state_goes_on_to_the_same_documents(tmp_path, suffix):
-    safetensors()
     write_documents(path := tmp_path / f"a.{suffix}", documents := random_documents(5, per_label=True))
     source = stored(path, docs_per_call=2, epochs=2)
     calls, states = [], [json.loads(json.dumps(source.state()))]
@@ -207,16 +191,14 @@ def test_refuses_a_state_of_another_file_and_numbers(tmp_path):
 
 
 GOOD = {"tokens": [5, 6, 7], "labels": [0, 1, 1], "sampler_log_probs": [-0.5, -0.1]}
+ONCE = "support.ids: expected the token of each label once among its ids"
 LINES = {
     "json": (b"{", "invalid JSON: Expecting property name"),
     "twice": (b'{"tokens": [1], "tokens": [1], "labels": [0]}', "key 'tokens' occurs twice in one object"),
     "missing": ({"tokens": [1]}, "keys: expected tokens, labels, got none named labels"),
     "half": ({**GOOD, "support_ids": [6, 7]}, "keys: expected support_ids and support_counts, got support_ids alone"),
     "counts": ({**GOOD, "support_ids": [6, 7], "support_counts": [1, 2]}, "ids: expected 3, the sum of counts, got 2"),
-    "support": (
-        {**GOOD, "support_ids": [6, 8], "support_counts": [1, 1]},
-        "support.ids: expected the token of each label once among its ids, got 7 0 times at position 2",
-    ),
+    "support": ({**GOOD, "support_ids": [6, 8], "support_counts": [1, 1]}, f"{ONCE}, got 7 0 times at position 2"),
     "unknown": ({**GOOD, "logprobs": []}, "keys: expected none but tokens, labels, sampler_log_probs, old_log_probs, "),
     "no tokens": ({"tokens": [], "labels": []}, "tokens: expected shape [length] with length > 0, got (0,)"),
     "lengths": ({**GOOD, "labels": [0, 1]}, "labels: expected booleans of shape (3,), got bool array of shape (2,)"),
@@ -251,10 +233,8 @@ LINES = {
 @pytest.mark.parametrize(("line", "reason"), LINES.values(), ids=LINES)
 def test_refuses_lines(tmp_path, line, reason):
     path = write(tmp_path / "a.jsonl", GOOD, line)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=rf"^file {path}, line 2: {re.escape(reason)}.*\Z"):
         stored(path, docs_per_call=1, limits=Limits(4, 100))
-    assert str(caught.value).startswith(f"file {path}, line 2: {reason}")
-    assert "\n" not in str(caught.value)
 
 
 FLAT = {
@@ -270,6 +250,8 @@ ONE = {
     "sampler_log_probs": np.array([-0.5], np.float32),
     "versions": np.array([1, 2], np.int64),
 }
+AMBIGUOUS = "advantages: expected not as many labels as documents"
+EITHER = "expected 1 values, one for each label or 2 values, one"
 ARRAYS = {
     "missing": ({"offsets": None}, "keys: expected tokens, labels, offsets, got none named offsets"),
     "unknown": ({"rewards": FLAT["reward"]}, "keys: expected none but tokens, labels, offsets, tokens"),
@@ -291,27 +273,12 @@ ARRAYS = {
     "integers": ({"sampler_log_probs": np.array([0, 0])}, "sampler_log_probs: expected a floating dtype, got int64 array"),
     "reward": ({"reward": np.ones(4)}, "reward: expected 2 values, one for each document, got 4"),
     "rewards": ({"reward": np.array([1, np.inf])}, "documents[1]: reward: expected a finite number, got"),
-    "ambiguous": (
-        {"advantages": np.ones(2)},
-        "advantages: expected not as many labels as documents (or a .jsonl file), got 2 of both",
-    ),
-    "versions": (
-        {**ONE, "versions": np.ones(3, np.int64)},
-        "versions: expected 1 values, one for each label or 2 values, one for each document, got 3",
-    ),
+    "ambiguous": ({"advantages": np.ones(2)}, f"{AMBIGUOUS} (or a .jsonl file), got 2 of both"),
+    "versions": ({**ONE, "versions": np.ones(3, np.int64)}, f"versions: {EITHER} for each document, got 3"),
     "old": ({**ONE, "versions": np.array([1, -1])}, "documents[1]: versions: expected integers in [0, 2147483647], got"),
-    "support": (
-        {"support_ids": np.array([6, 7]), "support_counts": np.array([2])},
-        "support_counts: expected 2 values, one for each label, got 1",
-    ),
-    "supports": (
-        {"support_ids": np.array([6, 8]), "support_counts": np.array([1, 1])},
-        "documents[0]: support.ids: expected the token of each label once among its ids",
-    ),
-    "long": (
-        {"offsets": np.array([0, 4])} | {"reward": np.ones(1)},
-        "documents[0]: expected at most 3 tokens, the length of a row, got 4",
-    ),
+    "support": ({"support_ids": np.array([6, 7]), "support_counts": np.array([2])}, "support_counts: expected 2 values"),
+    "supports": ({"support_ids": np.array([6, 8]), "support_counts": np.array([1, 1])}, f"documents[0]: {ONCE}"),
+    "long": ({"offsets": np.array([0, 4]), "reward": np.ones(1)}, "documents[0]: expected at most 3 tokens, the length of"),
 }  # fmt: skip
 
 
@@ -320,16 +287,14 @@ ARRAYS = {
 def test_refuses_arrays(tmp_path, changes, reason):
     path = tmp_path / "a.safetensors"
     arrays = {name: array for name, array in {**FLAT, **changes}.items() if array is not None}
-    safetensors().save_file(arrays, path)
-    with pytest.raises(ValueError) as caught:
+    safetensors.numpy.save_file(arrays, path)
+    with pytest.raises(ValueError, match=rf"^file {path}, {re.escape(reason)}.*\Z"):
         read_documents(path, Limits(row_length=3))
-    assert str(caught.value).startswith(f"file {path}, {reason}")
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.bad_input
 def test_refuses_files_that_are_cut_short_or_damaged(tmp_path):
-    content = safetensors().save(FLAT)
+    content = safetensors.numpy.save(FLAT)
     path = tmp_path / "a.safetensors"
     start = 8 + struct.unpack("<Q", content[:8])[0]
     for cut in (0, 4, 8, start - 1, start, len(content) - 1):
@@ -364,6 +329,7 @@ def test_refuses_to_write_what_could_not_be_read(tmp_path):
     none = Document(np.array([1, 2]), np.array([False, False]))
     two = Document(np.array([1, 2, 3]), np.array([False, True, True]), np.ones(2, np.float32))
     column = Document(np.array([1, 2]), np.array([False, True]), columns={"ref_log_probs": np.zeros(1)})
+    supported = dataclasses.replace(one, support=Support.from_lists([[2]]))
     large = Document(np.array([1, 2]), np.array([False, True]), np.array([1e39]))
     for name, documents, words in (
         ("a.jsonl", [], "documents: expected at least one, got none"),
@@ -374,18 +340,10 @@ def test_refuses_to_write_what_could_not_be_read(tmp_path):
         (
             "a.safetensors",
             [one, none],
-            r"documents\[1\]: expected sampler_log_probs as in other documents \(or a .jsonl file\), got None",
+            r"documents\[1\]: expected sampler_log_probs as in other .* \(or .*\), got None",
         ),
-        (
-            "a.safetensors",
-            [one, dataclasses.replace(one, support=Support.from_lists([[2]]))],
-            "documents: expected a support in all or in none, got 1 of them",
-        ),
-        (
-            "a.safetensors",
-            [two, none],
-            r"advantages: expected not as many labels as documents \(or a .jsonl file\), got 2 of both",
-        ),
+        ("a.safetensors", [one, supported], "documents: expected a support in all or in none, got 1 of them"),
+        ("a.safetensors", [two, none], rf"{AMBIGUOUS} \(or a .jsonl file\), got 2 of both"),
     ):
         with pytest.raises(ValueError, match=f"^{words}$"):
             write_documents(tmp_path / name, documents)

@@ -2,10 +2,7 @@
 
 import pytest
 
-pytest.importorskip("tokenizers", reason="the extra hf is not installed")
-pytest.importorskip("jinja2", reason="the extra hf is not installed")
-
-from tests.experiments.word_tokenizer import TEMPLATES, word_tokenizer  # noqa: E402
+from tests.experiments.word_tokenizer import TEMPLATES, word_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief"}
 TALK = [
