@@ -10,8 +10,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import jax
 import pytest
+from jax.errors import JaxRuntimeError
 
 from experiments import chat, evaluate, export, grpo, plot
 from experiments.command_line import run_command
@@ -40,46 +40,29 @@ def wrapped(outer, inner):
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device", "/runs/a")
+BUG = "(a bug; run again with --debug for the traceback)"
+GONE = ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer")
+NO_SPACE = ValueError("RESOURCE_EXHAUSTED: writing [OS error 28: ENOSPC No space]")
 ENDS = {
     "bad input": (ValueError("a file:\n  expected this"), 2, "error: a file: expected this"),
     "a word that is an option too": (ValueError("name"), 2, "error: name"),
     "an option": (ValueError("name: expected b, got a"), 2, "error: --name: expected b, got a"),
-    "an option of a section": (
-        ValueError("every_minutes: expected 1"),
-        2,
-        "error: --checkpoint.every-minutes: expected 1",
-    ),
+    "an option of a section": (ValueError("every_minutes: no"), 2, "error: --checkpoint.every-minutes: no"),
     "its whole name": (ValueError("checkpoint.every_minutes: no"), 2, "error: --checkpoint.every-minutes: no"),
     "a file that cannot be read": (wrapped(ValueError("x: expected a file"), FULL), 2, "error: x: expected a file"),
     "a full disk": (FULL, 3, "error: /runs/a: No space left on device"),
     "no permission": (PermissionError(errno.EACCES, "Permission denied"), 3, "error: Permission denied"),
     "a read-only disk, wrapped": (wrapped(RuntimeError("saving failed"), FULL), 3, "error: saving failed"),
-    "a full disk in a text": (
-        ValueError("RESOURCE_EXHAUSTED: writing [OS error 28: ENOSPC No space]"),
-        3,
-        "error: RESOURCE_EXHAUSTED: writing [OS error 28: ENOSPC No space]",
-    ),
-    "a process that has gone": (
-        ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer"),
-        3,
-        "error: UNKNOWN: Gloo all-reduce failed: Connection closed by peer",
-    ),
+    "a full disk in a text": (NO_SPACE, 3, f"error: {NO_SPACE}"),
+    "a process that has gone": (GONE, 3, f"error: {GONE}"),
     "no memory": (MemoryError(), 3, "error: MemoryError"),
-    "no memory of a device": (
-        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out"),
-        3,
-        "error: RESOURCE_EXHAUSTED: Out",
-    ),
+    "no memory of a device": (JaxRuntimeError("RESOURCE_EXHAUSTED: Out"), 3, "error: RESOURCE_EXHAUSTED: Out"),
     "a guard": (GuardAbort("five steps in a row"), 4, "error: five steps in a row"),
     "SIGTERM": (Interrupted(signal.SIGTERM, "step 3 is saved"), 143, "error: step 3 is saved"),
     "SIGINT": (Interrupted(signal.SIGINT, "step 3 is saved"), 130, "error: step 3 is saved"),
     "Ctrl-C": (KeyboardInterrupt(), 130, "error: interrupted"),
-    "a bug": (KeyError("x"), 1, "error: KeyError: 'x' (a bug; run again with --debug for the traceback)"),
-    "a bug of JAX": (
-        jax.errors.JaxRuntimeError("INTERNAL: x"),
-        1,
-        "error: JaxRuntimeError: INTERNAL: x (a bug; run again with --debug for the traceback)",
-    ),
+    "a bug": (KeyError("x"), 1, f"error: KeyError: 'x' {BUG}"),
+    "a bug of JAX": (JaxRuntimeError("INTERNAL: x"), 1, f"error: JaxRuntimeError: INTERNAL: x {BUG}"),
 }
 
 
@@ -158,14 +141,9 @@ def started(arguments, folder):
     # Whatever this process was started with.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return subprocess.Popen(
-            [sys.executable, *arguments],
-            env={**os.environ, "PYTHONPATH": str(folder)},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        environment = {**os.environ, "PYTHONPATH": str(folder)}
+        return subprocess.Popen([sys.executable, *arguments], env=environment, cwd=ROOT, **pipes)
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -175,38 +153,37 @@ SIGNALS = {signal.SIGINT: "error: interrupted\n", signal.SIGTERM: "error: ended 
 WAIT = "print('begun', flush=True); [time.sleep(0.05) for _ in range(1200)]"
 
 
+def check_end(process, number):
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(number)
+    assert process.communicate(timeout=60) == ("", SIGNALS[number]) and process.returncode == 128 + number
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("command", ["grpo", "evaluate", "chat", "export", "plot"])
 def test_a_signal_while_a_command_is_imported_is_one_line(command, number, tmp_path):
     """A package that takes a minute in the place of jax: nothing else is imported before it."""
     (tmp_path / "jax.py").write_text(f"import time; {WAIT}")
-    process = started(["-m", f"experiments.{command}", "--no-such-option"], tmp_path)
-    assert process.stdout.readline() == "begun\n"
-    process.send_signal(number)
-    assert process.communicate(timeout=60) == ("", SIGNALS[number]) and process.returncode == 128 + number
+    check_end(started(["-m", f"experiments.{command}", "--no-such-option"], tmp_path), number)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("moment", [f"{WAIT}", f"atexit.register(lambda: exec({WAIT!r}, globals()))"])
 def test_a_signal_in_a_command_and_after_its_last_line_is_one_line(moment, number, tmp_path):
     (tmp_path / "command.py").write_text(f"import atexit, time\ndef run_cli(): {moment}")
-    process = started(["-c", "from experiments.entry import run_module; run_module('command')"], tmp_path)
-    assert process.stdout.readline() == "begun\n"
-    process.send_signal(number)
-    assert process.communicate(timeout=60) == ("", SIGNALS[number]) and process.returncode == 128 + number
+    check_end(started(["-c", "from experiments.entry import run_module; run_module('command')"], tmp_path), number)
 
 
 def test_a_failure_of_jax_after_a_signal_is_the_interruption():
     """SIGTERM to a group of processes ends the assembler that XLA has started, too."""
-    failure = jax.errors.JaxRuntimeError("INTERNAL: ptxas exited with non-zero error code 15")
+    reason = "INTERNAL: ptxas exited with non-zero error code 15"
+    failure = JaxRuntimeError(reason)
     with pytest.raises(Interrupted) as stopped, caught_signals():
         os.kill(os.getpid(), signal.SIGTERM)
         raise failure
-    words = (
-        "SIGTERM: the step in progress is lost (INTERNAL: ptxas exited with non-zero error code 15); --resume repeats"
-    )
-    assert str(stopped.value).startswith(words) and stopped.value.exit_code == 143
-    with pytest.raises(jax.errors.JaxRuntimeError), caught_signals():
+    assert str(stopped.value).startswith(f"SIGTERM: the step in progress is lost ({reason}); --resume repeats")
+    assert stopped.value.exit_code == 143
+    with pytest.raises(JaxRuntimeError), caught_signals():
         raise failure
 
 
@@ -255,14 +232,8 @@ def test_nothing_to_do_is_no_error(capsys):
 
 
 def test_a_result_is_returned_and_the_defaults_may_follow_from_the_arguments():
-    made = run_command(
-        Options,
-        lambda options: options,
-        program="x",
-        description="y",
-        arguments=["--debug", "--checkpoint.keep", "7"],
-        default=lambda given: Options(name=" ".join(given)),
-    )
+    named = {"program": "x", "description": "y", "default": lambda given: Options(name=" ".join(given))}
+    made = run_command(Options, lambda options: options, arguments=["--debug", "--checkpoint.keep", "7"], **named)
     assert made == Options("--checkpoint.keep 7", CheckpointConfig(keep=7))
 
 

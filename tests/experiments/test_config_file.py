@@ -76,7 +76,7 @@ def test_config_comes_back(run, config):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda config: config.update(step=3), "unknown step$"),
+        (lambda config: config.update(step=3), "unknown step"),
         (lambda config: config["optimizer"].update(momentum=1), "config.optimizer: .*Optimizer, got unknown momentum"),
         (lambda config: config.pop("steps"), "config: .*none named steps"),
         (lambda config: config["optimizer"].pop("clip"), "none named clip"),
@@ -95,9 +95,8 @@ def test_config_comes_back(run, config):
 )
 def test_config_that_does_not_fit_names_the_place(run, change, words):
     rewrite(run.config, change)
-    with pytest.raises(ValueError, match=words) as caught:
+    with pytest.raises(ValueError, match=rf"^.*{words}.*\Z"):
         load_config(run.config, Config)
-    assert "\n" not in str(caught.value)
 
 
 def test_config_edited_by_hand_is_refused(run):

@@ -6,10 +6,7 @@ import pytest
 
 from tests.experiments.test_pretrained import FAMILIES, family_logits
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(jax.devices()[0].platform != "gpu", reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.devices()[0].platform != "gpu", reason="needs an NVIDIA GPU")]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -8,13 +8,7 @@ import jax
 import pytest
 
 from experiments import evaluate
-from experiments.config import (
-    Config,
-    DataConfig,
-    EvaluationConfig,
-    RewardConfig,
-    RolloutConfig,
-)
+from experiments.config import Config, DataConfig, EvaluationConfig, RewardConfig, RolloutConfig
 from experiments.experience.prompts import held_out_examples
 from experiments.loop import memory
 from experiments.loop.evaluation import AnswerEvaluation, ExactMatch
@@ -64,10 +58,8 @@ def test_a_state_that_the_devices_of_the_mesh_cannot_hold_is_refused(tmp_path, c
     lines(tmp_path, capsys, rollout=RolloutConfig(mesh="data=2"), evaluation=few)
     for mesh, evaluation, here in (("", few, "2.0 MiB"), ("data=2", few, "4.0 MiB"), ("fsdp=2", None, "4.0 MiB")):
         changes = {} if evaluation is None else {"evaluation": evaluation}
-        with pytest.raises(
-            ValueError,
-            match=rf"^memory: parameters, .* need at least .*, available: {here}; try a smaller model or more memory$",
-        ):
+        words = rf"^memory: parameters, .* need at least .*, available: {here}; try a smaller model or more memory$"
+        with pytest.raises(ValueError, match=words):
             lines(tmp_path, capsys, mesh=mesh, **changes)
 
 

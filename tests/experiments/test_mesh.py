@@ -1,6 +1,7 @@
 """Meshes by name: what is accepted, what is refused and with which message, and how devices are arranged."""
 
 import dataclasses
+import re
 
 import jax
 import pytest
@@ -46,10 +47,8 @@ def test_parses(text, spec):
     ],
 )
 def test_refuses_text(text, words):
-    with pytest.raises(ValueError, match=words) as caught:
+    with pytest.raises(ValueError, match=rf"^.*{words}.*{re.escape(repr(text))}.*\Z"):
         parse_mesh(text)
-    assert repr(text) in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_takes_the_first_devices_with_neighbours_along_tensor():
@@ -65,9 +64,6 @@ def test_keeps_all_axes_at_size_one():
 
 def test_says_how_to_get_more_devices():
     found = len(jax.devices())
-    with pytest.raises(ValueError, match=f"expected {found * 2} devices") as caught:
+    advice = f"XLA_FLAGS=--xla_force_host_platform_device_count={found * 2}"
+    with pytest.raises(ValueError, match=rf"^.*expected {found * 2} devices.*got {found} cpu devices.*{advice}.*\Z"):
         make_mesh(MeshSpec(data=found, tensor=2))
-    message = str(caught.value)
-    assert f"got {found} cpu devices" in message
-    assert f"XLA_FLAGS=--xla_force_host_platform_device_count={found * 2}" in message
-    assert "\n" not in message

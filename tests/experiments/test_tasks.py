@@ -72,14 +72,9 @@ def test_seeds_and_sizes_agree_about_the_split():
 def test_same_examples_in_another_process():
     code = "from experiments.tasks import make_task; t = make_task('addition'); print(t.example(7, 'held_out').prompt)"
     root = str(Path(__file__).parents[2])
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert run.stdout.strip() == make_task("addition").example(7, "held_out").prompt == "9+84="
+    environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": root}
+    said = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert said.strip() == make_task("addition").example(7, "held_out").prompt == "9+84="
 
 
 def test_one_prompt_in_ten_is_held_out():
@@ -88,15 +83,13 @@ def test_one_prompt_in_ten_is_held_out():
     assert {split_of(family, "27+35=") for family in OWN} == {"train", "held_out"}
 
 
-@pytest.mark.parametrize("completion", ["85", " 85\n"])
-def test_rewards(completion):
-    assert make_task("addition").verify(Example("37+48=", "85"), completion) == 1.0
+RIGHT, WRONG = ["85", " 85\n"], ["", "8", "86", "085", "8 5", "85=", "185", "85.0", "85 or 86", "\ufffd85"]
 
 
-@pytest.mark.parametrize("completion", ["", "8", "86", "085", "8 5", "85=", "185", "85.0", "85 or 86", "\ufffd85"])
-def test_no_partial_reward(completion):
+@pytest.mark.parametrize("completion", RIGHT + WRONG)
+def test_rewards_are_whole_or_nothing(completion):
     reward = make_task("addition").verify(Example("37+48=", "85"), completion)
-    assert isinstance(reward, float) and reward == 0.0
+    assert isinstance(reward, float) and reward == (completion in RIGHT)
 
 
 @pytest.mark.parametrize("index", [-1, np.int64(-3), 1.0, "0", None, True])
@@ -135,10 +128,9 @@ def test_gives_up_when_there_is_no_prompt_of_the_split():
 
 @pytest.mark.parametrize("spec", ["", "adition", "Addition", " addition", ":2", "reasoning_gym", "jsonl", "jsonl:"])
 def test_refuses_unknown_tasks(spec):
-    with pytest.raises(ValueError, match="task: expected one of addition") as caught:
+    with pytest.raises(ValueError, match=rf"^--task: expected one of addition.*{spec!r}.*\Z") as caught:
         make_task(spec)
-    assert all(form in str(caught.value) for form in TASK_FORMS) and repr(spec) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert all(form in str(caught.value) for form in TASK_FORMS)
 
 
 @pytest.mark.parametrize("size", ["", "0", "-1", "two", "2.0", "+2", " 2", "²", "2\n", "65", "9" * 5000])
@@ -164,9 +156,8 @@ def test_names_make_the_task_again(family):
 def test_reasoning_gym_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     words = r"expected the extra tasks \(pip install -e \"\.\[experiments,tasks\]\"\), got no package reasoning_gym"
-    with pytest.raises(ValueError, match=words) as caught:
+    with pytest.raises(ValueError, match=rf"^.*{words}.*\Z"):
         make_task("reasoning_gym:chain_sum")
-    assert "\n" not in str(caught.value)
 
 
 @pytest.fixture
@@ -241,6 +232,5 @@ def test_reasoning_gym_passes_over_examples(gym, monkeypatch):
     ],
 )
 def test_reasoning_gym_refuses(gym, dataset, words):
-    with pytest.raises(ValueError, match=f"task 'reasoning_gym:{dataset}': .*{words}") as caught:
+    with pytest.raises(ValueError, match=rf"^task 'reasoning_gym:{dataset}': .*{words}.*\Z"):
         make_task(f"reasoning_gym:{dataset}")
-    assert "\n" not in str(caught.value)
