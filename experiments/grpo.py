@@ -37,8 +37,9 @@ class GrpoConfig(ProcessOptions, Config):
 
     resume: str | None = None
     """Run folder to resume, with its saved options.
-    These may change, and are saved: --schedule.steps, --optimizer.learning-rate, --mesh, --rollout.mesh, --log-every.
-    So may the sections checkpoint, drift, evaluation (all but --evaluation.kl) and guards. --quiet is not saved."""
+    These may change, and are saved: --schedule.steps, --optimizer.learning-rate, --mesh, --rollout.mesh, --rollout.rows,
+    --log-every. So may the sections checkpoint, drift, evaluation (all but --evaluation.kl) and guards.
+    --quiet is not saved."""
 
 
 def run_cli(arguments: Sequence[str] | None = None) -> Result:

@@ -1,5 +1,6 @@
 """What of a run draws and scores: for commands that read a run, and the larger part of what trains one."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from experiments.loop.backends import RunBackend, make_backend
 from experiments.loop.evaluation import AnswerEvaluation, Evaluation
 from experiments.loop.find_model import find_model
 from experiments.loop.supervised import LossEvaluation, SupervisedFile, find_task
+from experiments.models.mesh import parse_mesh
 from experiments.models.tokenizer import Tokenizer
 from experiments.sampling.options import SamplingOptions
 from experiments.sampling.policy import SamplerPolicy, Samplers
@@ -83,8 +85,8 @@ def make_inference(
     else:
         rewards = config.reward.rewards(task) if rewards is None else rewards
         sizes = length_limits(task, tokenizer, config.rollout, config.schedule, mesh, backend.leaf_rows)
-        rollout = config.rollout
-        options = SamplingOptions(sizes.completion, temperature=1.0, stop=rollout.stop, rows=rollout.rows)
+        rows = _rows_of_evaluation(config) if model.decoder is not None and not config.invariant else None
+        options = SamplingOptions(sizes.completion, temperature=1.0, stop=config.rollout.stop, rows=rows)
         evaluation = AnswerEvaluation(task, rewards, config.evaluation.num_prompts, sizes.prompt, options)
     shapes = mesh.ranks, sizes.rows, sizes.row, model.vocab_size, tokenizer.pad_id
     return Inference(
@@ -98,3 +100,10 @@ def make_inference(
         samplers=Samplers(backend.make_sampler, tokenizer, config.rollout.temperature, sizes.row),
         evaluation=evaluation,
     )
+
+
+def _rows_of_evaluation(config: Config) -> int:
+    """Returns how many completions a rank draws at a time: as many as in a rollout, so that it takes no more memory."""
+    rollout = config.rollout
+    ranks = parse_mesh(rollout.mesh or config.mesh).of_rollouts.ranks
+    return rollout.rows or math.ceil(rollout.prompts_per_rollout * rollout.num_generations / ranks)

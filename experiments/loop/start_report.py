@@ -1,6 +1,5 @@
 """What is about to run, said before anything is compiled."""
 
-import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -125,15 +124,12 @@ def _rollout_facts(
 
 
 def _cache_slots(config: Config, task: Task, model: ModelSource, held_out: int) -> int:
-    """Tokens in the larger cache, that of a rollout or of an evaluation of so many prompts."""
+    """Tokens in the cache of a rollout or of an evaluation of so many prompts, which has no more rows."""
     sizes = length_limits(task, model.tokenizer, config.rollout, config.schedule, parse_mesh(config.mesh))
     rollout = config.rollout
-    most = math.inf if rollout.rows is None else rollout.rows * parse_mesh(rollout.mesh or config.mesh).ranks
-
-    def slots(prompts: int, copies: int) -> int:
-        return prompts * sizes.prompt + int(min(prompts * copies, most)) * sizes.completion
-
-    return max(slots(rollout.prompts_per_rollout, rollout.num_generations), slots(held_out, 2))
+    completions = rollout.prompts_per_rollout * rollout.num_generations
+    rows = min(completions, (rollout.rows or completions) * parse_mesh(rollout.mesh or config.mesh).of_rollouts.ranks)
+    return max(rollout.prompts_per_rollout, held_out) * sizes.prompt + rows * sizes.completion
 
 
 def _try_rewards(rewards: Rewards, examples: list[Example], console: RunConsole) -> None:

@@ -198,3 +198,19 @@ def test_the_peak_is_that_of_the_fullest_device():
     assert peak_bytes(used) == 7
     assert peak_bytes([device("cpu", {"peak_bytes_in_use": 9})]) is None
     assert peak_bytes([device("gpu", None), device("gpu", {})]) is None
+
+
+def test_an_evaluation_takes_no_more_rows_than_a_rollout():
+    sizes = {"rollout": {"num_generations": 4, "max_new_tokens": 64}, "schedule": {"row_length": 128}}
+    setup = assemble(
+        tiny("unused", "unused", evaluation={"num_prompts": 90}, task="comparison:2", mesh="data=2", **sizes)
+    )
+    rollout, evaluation = (setup.shapes[name] for name in ("rollout", "evaluation"))
+    assert evaluation.prompts * evaluation.copies == 180 and rollout.prompts * rollout.copies == 64
+    assert evaluation.options.rows == 32 and rollout.options.rows is None
+    params = setup.learner.state.params
+    drawn, scored = (setup.samplers.memory(params, shape) for shape in (rollout, evaluation))
+    # Tokens and log-probs of all completions, and the prompts, are kept beside the rows.
+    decoder, prompt = setup.model.decoder, setup.sizes.prompt
+    slot = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim * 4
+    assert scored < drawn + 90 * prompt * 2 * slot + 4 * 180 * 64 * 8
