@@ -41,14 +41,10 @@ def test_entries_that_were_used_last_stay(tmp_path):
 @pytest.mark.parametrize(
     "choice, variable, distributed, told, wanted",
     [
-        (None, None, False, None, "default"),
-        (None, None, True, None, None),
-        (None, None, False, "jax", None),
-        (None, "none", False, None, None),
-        (None, "own", False, "jax", "own"),
-        ("own", "none", True, None, "own"),
+        (None, None, False, None, "default"), (None, None, True, None, None), (None, None, False, "jax", None),
+        (None, "none", False, None, None), (None, "own", False, "jax", "own"), ("own", "none", True, None, "own"),
     ],
-)
+)  # fmt: skip
 def test_which_folder_is_taken(monkeypatch, tmp_path, choice, variable, distributed, told, wanted):
     changes = {}
     monkeypatch.chdir(tmp_path)

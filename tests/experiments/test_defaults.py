@@ -18,16 +18,10 @@ LOADED = ModelConfig(path="/a/model")
 @pytest.mark.parametrize(
     "loss, advantages",
     [
-        ("grpo", "group"),
-        ("gspo", "group"),
-        ("gspo_token", "group"),
-        ("dapo", "group"),
-        ("rloo", "leave_one_out"),
-        ("dr_grpo", "centred"),
-        ("reinforce_pp", "batch"),
-        ("lite_ppo", "batch_scaled"),
+        ("grpo", "group"), ("gspo", "group"), ("gspo_token", "group"), ("dapo", "group"), ("rloo", "leave_one_out"),
+        ("dr_grpo", "centred"), ("reinforce_pp", "batch"), ("lite_ppo", "batch_scaled"),
     ],
-)
+)  # fmt: skip
 def test_a_loss_brings_its_advantages(loss, advantages):
     assert Config(loss=LossConfig(name=loss)).resolved().loss.advantages == advantages
     assert Config(loss=LossConfig(name=loss, advantages="group")).resolved().loss.advantages == "group"

@@ -121,6 +121,7 @@ def test_resume_in_the_middle_of_a_rollout(runs):
     assert drifts[0] == drifts[1] and [each["step"] for each in drifts[0]] == [1, 3]
     second = train_records(whole)[1]
     assert second["staleness_max"] > 0 and second["computed/ratio_new_old"] != 1.0
+    assert second["computed/drift_max"] is None, "under which parameters nobody has scored"
 
 
 @pytest.mark.slow

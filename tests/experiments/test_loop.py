@@ -249,18 +249,10 @@ def test_the_first_step_is_made_while_its_beginning_is_saved_and_logged_once_tha
 
 
 MOMENTS = {
-    "warm start step 1": "1 of the warm start",
-    "warm start evaluation 2": "2 of the warm start",
-    "warm start save 3": "3 of the warm start",
-    "evaluation 0": 0,
-    "save 0": 0,
-    "step 1": 1,
-    "step 2": 2,
-    "evaluation 2": 2,
-    "step 6": 6,
-    "evaluation 6": 6,
-    "save 6": 6,
-}
+    "warm start step 1": "1 of the warm start", "warm start evaluation 2": "2 of the warm start",
+    "warm start save 3": "3 of the warm start", "evaluation 0": 0, "save 0": 0, "step 1": 1, "step 2": 2,
+    "evaluation 2": 2, "step 6": 6, "evaluation 6": 6, "save 6": 6,
+}  # fmt: skip
 
 
 SIGNALS = [(moment, (signal.SIGTERM, signal.SIGINT)[number % 2]) for number, moment in enumerate(MOMENTS)]

@@ -12,15 +12,11 @@ from experiments.models.mesh import MeshSpec, make_mesh, parse_mesh
 @pytest.mark.parametrize(
     ("text", "spec"),
     [
-        ("data=2,tensor=4", MeshSpec(data=2, tensor=4)),
-        ("tensor=4,data=2", MeshSpec(data=2, tensor=4)),
-        (" data = 2 , tensor = 4 ", MeshSpec(data=2, tensor=4)),
-        ("tensor=8", MeshSpec(tensor=8)),
-        ("data=1", MeshSpec()),
-        ("", MeshSpec()),
-        ("  ", MeshSpec()),
+        ("data=2,tensor=4", MeshSpec(data=2, tensor=4)), ("tensor=4,data=2", MeshSpec(data=2, tensor=4)),
+        (" data = 2 , tensor = 4 ", MeshSpec(data=2, tensor=4)), ("tensor=8", MeshSpec(tensor=8)),
+        ("data=1", MeshSpec()), ("", MeshSpec()), ("  ", MeshSpec()),
     ],
-)
+)  # fmt: skip
 def test_parses(text, spec):
     assert parse_mesh(text) == spec
     assert parse_mesh(str(spec)) == spec
@@ -30,22 +26,12 @@ def test_parses(text, spec):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("model=2", "'model'"),
-        ("data=2,data=2", "twice"),
-        ("data=2,data=4", "twice"),
-        ("data=0", "positive"),
-        ("data=-2", "positive"),
-        ("data=-1,fsdp=-1", "at most one"),
-        ("data=-1,tensor=3", "divides 8 devices"),
-        ("data=1.5", "positive"),
-        ("data=", "positive"),
-        ("data=²", "positive"),
-        ("data=two", "positive"),
-        ("data", "axis=size"),
-        ("data=2,", "axis=size"),
-        ("2x4", "axis=size"),
+        ("model=2", "'model'"), ("data=2,data=2", "twice"), ("data=2,data=4", "twice"), ("data=0", "positive"),
+        ("data=-2", "positive"), ("data=-1,fsdp=-1", "at most one"), ("data=-1,tensor=3", "divides 8 devices"),
+        ("data=1.5", "positive"), ("data=", "positive"), ("data=²", "positive"), ("data=two", "positive"),
+        ("data", "axis=size"), ("data=2,", "axis=size"), ("2x4", "axis=size"),
     ],
-)
+)  # fmt: skip
 def test_refuses_text(text, words):
     with pytest.raises(ValueError, match=rf"^.*{words}.*{re.escape(repr(text))}.*\Z"):
         parse_mesh(text)

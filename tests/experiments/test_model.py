@@ -216,23 +216,12 @@ def test_an_axis_without_a_rule_is_named():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("vocab_size", 0),
-        ("hidden_size", 32.0),
-        ("num_layers", -1),
-        ("num_kv_heads", 3),
-        ("head_dim", 7),
-        ("rope_theta", float("nan")),
-        ("rms_norm_eps", 0.0),
-        ("qk_norm", "yes"),
-        ("dtype", "float16"),
-        ("param_dtype", "fp32"),
-        ("activation", "relu"),
-        ("attention_softcap", 0.0),
-        ("logit_softcap", 0.0),
-        ("remat", "some"),
-        ("attention", "flash"),
+        ("vocab_size", 0), ("hidden_size", 32.0), ("num_layers", -1), ("num_kv_heads", 3), ("head_dim", 7),
+        ("rope_theta", float("nan")), ("rms_norm_eps", 0.0), ("qk_norm", "yes"), ("dtype", "float16"),
+        ("param_dtype", "fp32"), ("activation", "relu"), ("attention_softcap", 0.0), ("logit_softcap", 0.0),
+        ("remat", "some"), ("attention", "flash"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_field_is_named_with_its_value(field, value):
     with pytest.raises(ValueError, match=field) as raised:
         dataclasses.replace(CONFIGS["qwen3"], **{field: value})

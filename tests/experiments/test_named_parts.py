@@ -150,19 +150,22 @@ EXPECTED = {
 }
 
 
+NOTHING = [(option, "missing_module:name", "there is no module missing_module") for option in EXPECTED]
+NOTHING += [
+    ("--task", "parts_script.inner:name", "there is no module parts_script.inner"),
+    (
+        "--source",
+        "parts_needs:name",
+        "module parts_needs raised ModuleNotFoundError: No module named 'missing_package'",
+    ),
+    ("--model.own", "parts_broken:name", "module parts_broken raised SyntaxError: "),
+    ("--reward.functions", "parts_script:name", "module parts_script raised SystemExit: 0"),
+    ("--task", f"{HERE}:no_such", f"module {HERE} has no no_such"),
+]
+
+
 @pytest.mark.bad_input
-@pytest.mark.parametrize("option", EXPECTED)
-@pytest.mark.parametrize(
-    "name, reason",
-    [
-        ("missing_module:name", "there is no module missing_module"),
-        ("parts_script.inner:name", "there is no module parts_script.inner"),
-        ("parts_needs:name", "module parts_needs raised ModuleNotFoundError: No module named 'missing_package'"),
-        ("parts_broken:name", "module parts_broken raised SyntaxError: "),
-        ("parts_script:name", "module parts_script raised SystemExit: 0"),
-        (f"{HERE}:no_such", f"module {HERE} has no no_such"),
-    ],
-)
+@pytest.mark.parametrize("option, name, reason", NOTHING)
 def test_a_name_of_nothing_is_refused(modules, capsys, option, name, reason):
     modules("parts_needs", "import missing_package")
     modules("parts_broken", "def name(:")

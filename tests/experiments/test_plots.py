@@ -203,12 +203,9 @@ def test_the_command_plots_seeds_of_one_run_alone(tmp_path, figures, capsys):
 
 
 STEP = {
-    "reward_mean": 0.3123,
-    "entropy_labelled": 1.25,
-    "clipped_ratio_fraction_labelled": 0.0123,
-    "ratio_new_old_labelled": 1.0,
-    "drift_max": 3.2e-6,
-}
+    "reward_mean": 0.3123, "entropy_labelled": 1.25, "clipped_ratio_fraction_labelled": 0.0123,
+    "ratio_new_old_labelled": 1.0, "drift_max": 3.2e-6,
+}  # fmt: skip
 
 
 def print_a_run(console, tmp_path):

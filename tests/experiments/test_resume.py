@@ -13,7 +13,7 @@ from experiments.loop import resume as module
 from experiments.loop import run as run_module
 from experiments.loop.loop import Progress
 from experiments.loop.resume import Resumption, resume
-from experiments.loop.run import set_up, train
+from experiments.loop.run import set_up
 from experiments.loop.run_parts import require_same_parts
 from experiments.options import flat_fields, typed_options
 from experiments.runs.config_file import load_config, read_config, save_config, write_json
@@ -150,17 +150,6 @@ def test_a_run_that_was_killed_before_its_summary_is_finished(folder, summary):
     resumption(folder).check(*at(STEPS))
 
 
-def test_nothing_to_do_is_exit_code_0_and_no_error(folder, capsys, monkeypatch):
-    def finish():
-        raise AlreadyFinished("nothing to do: it has ended")
-
-    monkeypatch.setattr(grpo, "set_up_resume", lambda path, typed: SimpleNamespace(finish=finish))
-    with pytest.raises(SystemExit) as stopped:
-        grpo.run_cli(["--resume", str(folder.path)])
-    printed = capsys.readouterr()
-    assert stopped.value.code == 0 and printed.err == "" and printed.out == "nothing to do: it has ended\n"
-
-
 def write(path, answers=str):
     lines = [{"prompt": f"{a}{b}=", "answer": answers(b)} for a in range(10) for b in range(10)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
@@ -225,34 +214,6 @@ def test_a_process_that_ends_before_the_run_folder_is_whole_leaves_its_name_free
         with pytest.raises(KeyError):
             set_up(tiny(tmp_path, "run"))
         assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_a_run_to_its_goal_and_on_by_the_command_line(tmp_path, capsys):
-    result = train(tiny(tmp_path, "run", schedule={"steps": 2}))
-    folder, command = result.run, ["--resume", str(result.run.path)]
-
-    def ends(*arguments):
-        before = folder.summary.read_bytes(), folder.config.read_bytes(), folder.metrics.read_bytes()
-        with pytest.raises(SystemExit) as stopped:
-            grpo.run_cli([*command, *arguments])
-        assert (folder.summary.read_bytes(), folder.config.read_bytes(), folder.metrics.read_bytes()) == before
-        printed = capsys.readouterr()
-        return stopped.value.code, printed.out.splitlines()[-1], printed.err
-
-    nothing = f"nothing to do: {folder.path} has reached step 2 of 2; raise --schedule.steps to continue"
-    assert ends() == (0, nothing, "")
-    code, last, error = ends("--schedule.steps", "1")
-    assert (code, error) == (
-        2,
-        "error: --schedule.steps: expected at least 2, the step that the run has reached, got 1\n",
-    )
-    assert last == f"step 2 is saved; to continue: python -m experiments.grpo --resume {folder.path}"
-    grpo.run_cli([*command, "--schedule.steps", "3"])
-    assert json.loads(folder.summary.read_text())["optimizer steps"] == 3
-    assert load_config(folder.config, Config).schedule.steps == 3
-    last = f"to train up to step N: python -m experiments.grpo --resume {folder.path} --schedule.steps N"
-    assert capsys.readouterr().out.splitlines()[-1].endswith(last)
 
 
 def test_typed_options_are_fields():

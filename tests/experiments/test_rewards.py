@@ -35,19 +35,12 @@ TAGGED = "<think>30+40, 7+8</think>\n<answer>85</answer>"
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        (TAGGED, 1.0),
-        (f"\n{TAGGED} ", 1.0),
-        ("<think></think><answer></answer>", 1.0),
-        ("<think>a < b</think><answer>1</answer>", 1.0),
-        (f"Sure! {TAGGED}", 0.0),
-        (f"{TAGGED} Done.", 0.0),
-        (f"{TAGGED}{TAGGED}", 0.0),
-        ("<answer>85</answer><think>late</think>", 0.0),
-        ("<think>a<think>b</think><answer>85</answer>", 0.0),
-        ("<think>a</think><answer>85", 0.0),
-        ("85", 0.0),
+        (TAGGED, 1.0), (f"\n{TAGGED} ", 1.0), ("<think></think><answer></answer>", 1.0),
+        ("<think>a < b</think><answer>1</answer>", 1.0), (f"Sure! {TAGGED}", 0.0), (f"{TAGGED} Done.", 0.0),
+        (f"{TAGGED}{TAGGED}", 0.0), ("<answer>85</answer><think>late</think>", 0.0),
+        ("<think>a<think>b</think><answer>85</answer>", 0.0), ("<think>a</think><answer>85", 0.0), ("85", 0.0),
     ],
-)
+)  # fmt: skip
 def test_tags(text, value):
     assert part("tags", said(text)) == value
 

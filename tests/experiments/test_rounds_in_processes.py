@@ -45,13 +45,9 @@ with open(value("--out") + f"/{value('--process-id')}.json", "w") as stream:
     json.dump(made, stream)
 """
 RANKS = {
-    "data=4": ([0, 1], [2, 3]),
-    "data=2,fsdp=2": ([0, 1], [2, 3]),
-    "data=2,sequence=2": ([0], [1]),
-    "fsdp=2,tensor=2": ([0], [1]),
-    "sequence=2,tensor=2": ([0], [0]),
-    "tensor=4": ([0], [0]),
-}
+    "data=4": ([0, 1], [2, 3]), "data=2,fsdp=2": ([0, 1], [2, 3]), "data=2,sequence=2": ([0], [1]),
+    "fsdp=2,tensor=2": ([0], [1]), "sequence=2,tensor=2": ([0], [0]), "tensor=4": ([0], [0]),
+}  # fmt: skip
 """Of each process; one whose devices belong to both is made by both."""
 
 

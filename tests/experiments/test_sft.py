@@ -106,15 +106,6 @@ def test_a_resume_goes_on_to_the_same_bits(whole):
     assert [record["loss"] for record in train_records(resumed)] == [record["loss"] for record in train_records(whole)]
 
 
-def test_a_run_of_one_pass_ends_with_its_data_and_shuffles(tmp_path, path):
-    schedule = ScheduleConfig(steps=50, docs_per_step=32, row_length=24, epochs=1)
-    result = train(options(tmp_path, "once", path, schedule=schedule))
-    train_documents = result.setup.task.load(result.setup.tokenizer).documents["train"]
-    counts = [record["num_documents"] for record in train_records(result)]
-    assert sum(counts) == len(train_documents) and len(counts) == -(-len(train_documents) // 32)
-    assert json.loads(result.run.summary.read_text())["data ended"] is True
-
-
 @pytest.mark.costly
 def test_bits_are_the_same_on_every_mesh_with_invariant(tmp_path, path):
     schedule = ScheduleConfig(steps=2, docs_per_step=DOCUMENTS, row_length=24)
@@ -144,9 +135,9 @@ def test_adapters_of_a_model_from_disk_are_trained_exported_and_loaded(tmp_path,
     np.testing.assert_allclose(scored.before.loss, result.after.loss, rtol=2e-5)
 
 
-def test_the_command_trains_and_prints_the_command_that_goes_on(tmp_path, path, capsys):
+def test_the_command_trains_for_one_pass_and_prints_the_command_that_goes_on(tmp_path, path, capsys):
     sizes = "--model.hidden-size 32 --model.intermediate-size 64 --model.num-layers 1 --model.num-heads 2 "
-    command = f"--data.path {path} --out {tmp_path} --name run --schedule.steps 2 --schedule.docs-per-step 8 {sizes}"
+    command = f"--data.path {path} --out {tmp_path} --name run --schedule.steps 2 --schedule.docs-per-step 32 {sizes}"
     result = sft.run_cli([*command.split(), "--model.num-kv-heads", "2", "--model.head-dim", "16"])
     assert result.steps == 2 and result.setup.config.schedule.epochs == 1
     # A new model has the tokenizer of bytes, for which the file is not needed.
@@ -156,7 +147,11 @@ def test_the_command_trains_and_prints_the_command_that_goes_on(tmp_path, path, 
     said = capsys.readouterr().out
     assert f"data:       {path}, " in said and "held-out loss" in said and "reward" not in said
     assert said.splitlines()[-1].endswith(f"python -m experiments.sft --resume {result.run.path} --schedule.steps N")
-    assert sft.run_cli(["--resume", str(result.run.path), "--schedule.steps", "3", "--quiet"]).steps == 3
+    resumed = sft.run_cli(["--resume", str(result.run.path), "--schedule.steps", "50", "--quiet"])
+    documents = len(resumed.setup.task.load(resumed.setup.tokenizer).documents["train"])
+    counts = [record["num_documents"] for record in train_records(resumed)]
+    assert sum(counts) == documents and resumed.steps == len(counts) == -(-documents // 32)
+    assert json.loads(resumed.run.summary.read_text())["data ended"] is True
 
 
 @pytest.mark.bad_input

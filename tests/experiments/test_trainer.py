@@ -1,6 +1,5 @@
 """Options of the trainer in short runs, the guard of its update, and its warnings at the start."""
 
-import functools
 import importlib.util
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,10 +48,6 @@ def parity(example, text):
     return float(ord(text[0]) % 2) if text else 0.0
 
 
-def drift_records(result):
-    return [record for record in result.metrics if record["kind"] == "drift"]
-
-
 @pytest.mark.slow
 def test_nothing_is_compiled_after_the_second_step(tmp_path, caplog):
     setup = set_up(short(tmp_path, "steady", drift={"every": 1}), UserParts(reward=parity)).setup
@@ -98,33 +93,17 @@ def test_a_whole_rollout_makes_a_step_and_metrics_may_be_off(tmp_path):
 def test_rescored_log_probs_are_the_trainers(tmp_path):
     """Half a rollout a step: the first half is strictly on policy, the second is not."""
     schedule = {"steps": 2, "docs_per_step": 32, "rows": 4}
-    options = {"schedule": schedule, "drift": {"every": 1}}
-    plain, scored = (
-        train(short(tmp_path, f"rescore-{rescore}", rollout={"rescore": rescore}, **options), reward=parity)
-        for rescore in (False, None)
-    )
+    scored = train(short(tmp_path, "rescored", schedule=schedule, drift={"every": 1}), reward=parity)
     assert scored.setup.config.rollout.rescore, "two steps for each rollout"
     first, second = train_records(scored)
-    assert first["computed/ratio_new_old"] == 1.0 and first["computed/kl_new_old"] == 0.0
+    assert first["computed/ratio_new_old"] == 1.0 and first["computed/kl_new_old"] == 0.0 and first["loss"] != 0.0
     # The sampler's log-probs stay for the drift, which is no larger once the policy has moved.
     assert 0.0 < first["computed/drift_max"] <= DRIFT and 0.0 < second["computed/drift_max"] <= DRIFT
-    known, unknown = train_records(plain)
-    assert 0.0 < known["computed/drift_max"] <= DRIFT
-    assert unknown["computed/drift_max"] is None, "under which parameters nobody has scored"
-    assert [record["step"] for record in drift_records(scored)] == [1, 2]
-    assert [record["step"] for record in drift_records(plain)] == [1]
-    for record, wanted in zip(drift_records(scored), (first, second), strict=True):
+    drifts = [record for record in scored.metrics if record["kind"] == "drift"]
+    assert [record["step"] for record in drifts] == [1, 2]
+    for record, wanted in zip(drifts, (first, second), strict=True):
         assert (record["max"], record["tokens"]) == (wanted["computed/drift_max"], wanted["computed/num_tokens"])
         assert 0.0 <= record["p50"] <= record["p90"] <= record["p99"] <= record["p99_9"] <= record["max"]
-    # Without rescoring, the step itself has computed the trainer's.
-    assert drift_records(plain)[0]["max"] == pytest.approx(drift_records(scored)[0]["max"], abs=1e-9)
-    # The log-probs differ from the sampler's by the drift, 2e-5 in test_grpo.py; losses and steps of Adam by little more.
-    assert first["loss"] != 0.0 and second["loss"] != 0.0
-    for mine, other in zip(train_records(scored), train_records(plain), strict=True):
-        assert all(abs(mine[name] - other[name]) <= 1e-4 for name in ("loss", "computed/entropy"))
-        assert mine["reward_mean"] == other["reward_mean"]
-    close = functools.partial(np.testing.assert_allclose, atol=2e-4)
-    jax.tree.map(close, scored.setup.learner.state, plain.setup.learner.state)
 
 
 @pytest.mark.slow

@@ -6,12 +6,9 @@ from tests.experiments.word_tokenizer import TEMPLATES, word_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief"}
 TALK = [
-    SYSTEM,
-    {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": "Yo"},
-    {"role": "user", "content": "Add"},
-    {"role": "assistant", "content": "One two"},
-]
+    SYSTEM, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"},
+    {"role": "user", "content": "Add"}, {"role": "assistant", "content": "One two"},
+]  # fmt: skip
 CHATML = """
     <|im_start|> system Ċ Be Ġbrief <|im_end|> Ċ
     <|im_start|> user Ċ Hi <|im_end|> Ċ

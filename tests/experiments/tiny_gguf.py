@@ -10,14 +10,9 @@ THETA, EPS = 5000.0, 1e-5
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MERGES = ("h e", "l l", "he ll", "hell o", "Ġ t", "1 2")
 METADATA = {
-    "embedding_length": HIDDEN,
-    "feed_forward_length": INNER,
-    "block_count": LAYERS,
-    "context_length": 512,
-    "attention.head_count": HEADS,
-    "attention.head_count_kv": KV_HEADS,
-    "rope.dimension_count": DIM,
-}
+    "embedding_length": HIDDEN, "feed_forward_length": INNER, "block_count": LAYERS, "context_length": 512,
+    "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "rope.dimension_count": DIM,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
