@@ -183,14 +183,6 @@ def test_refuses_what_it_could_not_give_back(tmp_path, arrays, feed, words):
     assert complete_steps(tmp_path) == []
 
 
-def test_says_when_there_is_nothing(tmp_path, two_steps, mesh):
-    template = restore_template(make_state(mesh), mesh)
-    with pytest.raises(ValueError, match="at least one complete step in"):
-        restore(tmp_path, template)
-    with pytest.raises(ValueError, match=r"expected one of \[10, 20\]"):
-        restore(two_steps, template, step=15)
-
-
 def largest_file(step):
     return max((file for file in (step / "arrays").rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
 

@@ -1,8 +1,6 @@
 """Tasks from files: every line becomes an example or is refused with its number; keys, answer patterns, verifiers."""
 
-import os
 import re
-from pathlib import Path
 
 import pytest
 
@@ -78,20 +76,6 @@ def test_jsonl_refuses_lines(tmp_path, line, reason):
         make_task(f"jsonl:{path}")
 
 
-@pytest.mark.bad_input
-def test_jsonl_reads_no_pipe_no_device_and_no_file_beyond_its_limit(tmp_path):
-    os.mkfifo(pipe := tmp_path / "pipe")
-    with (large := tmp_path / "large").open("wb") as file:
-        file.truncate(2**30 + 1)
-    for path, seen in (
-        (pipe, "a pipe, socket or device"),
-        (Path("/dev/zero"), "a pipe, socket or device"),
-        (large, "1073741825 bytes, more than 1073741824"),
-    ):
-        with pytest.raises(ValueError, match=f"^file {path}: expected a readable file, got {seen}$"):
-            make_task(f"jsonl:{path}")
-
-
 @pytest.mark.parametrize("missing", ["train", "held_out"])
 def test_jsonl_refuses_an_empty_split(tmp_path, missing):
     lines = [record for record in records(60) if split_of("jsonl", record["prompt"]) != missing]
@@ -143,23 +127,10 @@ def test_a_pattern_says_which_part_of_the_answer_counts(tmp_path):
             load(broken, answer_pattern="#### (.+)")
 
 
-def test_a_numeric_verifier_needs_numbers(tmp_path):
-    path = write(tmp_path / "a", *records(60), {"prompt": "who?", "answer": "me"})
-    with pytest.raises(ValueError, match="line 61: 'answer' must hold exactly one number for a numeric .*, got 'me'"):
-        load(path, verifier="numeric")
-
-
 @pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        ({"answer_pattern": "a(b)(c)"}, "--data.answer-pattern: expected .* with one group, got 2 groups"),
-        ({"extract": ("whole", "first")}, "--data.extract: expected one of whole, tag, boxed, answer_is, last_number"),
-    ],
-)
-def test_refuses_options(tmp_path, data, words):
-    with pytest.raises(ValueError, match=rf"^{words}.*\Z"):
-        load(write(tmp_path / "a", *records(60)), **data)
+def test_a_pattern_has_one_group(tmp_path):
+    with pytest.raises(ValueError, match=r"^--data.answer-pattern: expected .* with one group, got 2 groups.*\Z"):
+        load(write(tmp_path / "a", *records(60)), answer_pattern="a(b)(c)")
 
 
 @pytest.mark.bad_input

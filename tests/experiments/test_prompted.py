@@ -63,14 +63,6 @@ def test_a_conversation_gets_its_system_message_and_its_instruction(tmp_path):
     assert max(len("".join(each.content for each in prompt)) for prompt in prompts) <= task.max_prompt_tokens
 
 
-def test_answers_are_looked_for_where_the_rules_say():
-    task = task_of(extract=("tag", "last_number"))
-    example = task.example(0, "train")
-    assert task.verify(example, f"<think>1+1</think><answer> {example.answer} </answer>.") == 1.0
-    assert task.verify(example, f"It is {example.answer}.") == 1.0
-    assert task.verify(example, "<answer>no</answer>") == 0.0 and task.verify(example, "no") == 0.0
-
-
 def test_texts_and_conversations_go_through_the_chat_template(tokenizers, tmp_path):
     tokenizer, plain = tokenizers
     task = task_of("word_problems:2", system="Be brief.", instruction="End with the number.")

@@ -122,21 +122,6 @@ def test_a_function_that_raises_is_named_with_its_example():
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"functions": ()}, "reward: expected at least one function, got none"),
-        ({"functions": ("tags", "tags")}, "reward: expected functions of different names, got tags, tags"),
-        ({"weights": (float("nan"),)}, "reward: expected a finite weight for 'correct', got nan"),
-        ({"functions": ("short",), "length": 0}, "--reward.length: expected at least 1 token for the reward short"),
-    ],
-)
-def test_refuses_options(options, words):
-    with pytest.raises(ValueError, match=f"^{words}"):
-        named(**options)
-
-
-@pytest.mark.bad_input
 def test_refuses_what_are_no_functions():
     for bad in ([near], [(near, 1.0, 2.0)], [("near", 1.0)], 3):
         with pytest.raises(ValueError, match="^reward: expected a function"):
