@@ -149,9 +149,8 @@ def test_rows_that_were_taken_apart_read_their_own_prompts(monkeypatch):
         out, held = by_kernel(*moved, cache.take_rows(order[None]), window=None, softcap=None)
         return out[order], held._replace(keys=held.keys[order], values=held.values[order])
 
-    np.testing.assert_allclose(
-        generated("triton", attend, 3, "bfloat16"), wanted(2, None, None), atol=2**-9 * 4 * 2, rtol=0
-    )
+    seen = generated("triton", attend, 3, "bfloat16")
+    np.testing.assert_allclose(seen, wanted(2, None, None), atol=2**-9 * 4 * 2, rtol=0)
 
 
 def at_steps(attend, steps, implementation, dtype):

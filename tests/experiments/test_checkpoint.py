@@ -150,14 +150,8 @@ def with_table(state, *kind):
     ("change", "words"),
     [
         (lambda state: with_table(state, (4, 8), "bfloat16"), r"expected bfloat16\[4, 8\], got bfloat16\[8, 4\]"),
-        (
-            lambda state: with_table(state, (8, 4), "float16"),
-            r"leaf 'params/table': expected float16\[8, 4\], got bfloat16",
-        ),
-        (
-            lambda state: {**state, "scale": jnp.float32(1)},
-            r"leaves of the template, got missing \['scale'\], unknown \[\]",
-        ),
+        (lambda state: with_table(state, (8, 4), "float16"), r"'params/table': expected float16\[8, 4\], got bfloat16"),
+        (lambda state: {**state, "scale": jnp.float32(1)}, r"of the template, got missing \['scale'\], unknown \[\]"),
         (lambda state: {name: state[name] for name in ("params", "opt")}, r"got missing \[\], unknown \['key'\]"),
     ],
 )

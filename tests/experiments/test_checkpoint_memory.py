@@ -80,10 +80,8 @@ def peak(folder, leaves):
         free.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
     settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-    commands = [[sys.executable, "-c", PROGRAM, coordinator, str(index), folder, str(leaves)] for index in range(2)]
-    both = [
-        subprocess.Popen(each, stdout=subprocess.PIPE, text=True, env={**os.environ, **settings}) for each in commands
-    ]
+    pair = [[sys.executable, "-c", PROGRAM, coordinator, str(index), folder, str(leaves)] for index in range(2)]
+    both = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True, env={**os.environ, **settings}) for each in pair]
     texts = [each.communicate(timeout=120)[0] for each in both]
     assert [each.returncode for each in both] == [0, 0]
     return max(int(text.splitlines()[-1]) for text in texts)

@@ -56,10 +56,7 @@ def test_jsonl_counts_bytes_and_strips(tmp_path):
         ({"prompt": "a", "answer": True}, "'answer' must be a string, got bool"),
         ({"messages": [], "answer": "1"}, "'messages' is empty"),
         ({"messages": ["hello"], "answer": "1"}, f"'messages[0]' {OBJECT}, got str"),
-        (
-            {"messages": [USER, {"role": "a", "text": "b"}], "answer": "1"},
-            f"'messages[1]' {OBJECT}, got keys role, text",
-        ),
+        ({"messages": [USER, {"role": "", "text": ""}], "answer": "1"}, f"'messages[1]' {OBJECT}, got keys role, text"),
         (
             {"messages": [{"role": "a", "content": [{}]}], "answer": "1"},
             "'messages[0].content' must be a string, got list",
@@ -100,9 +97,7 @@ def test_keys_are_mapped(tmp_path):
     for example in lines_of(task):
         number = int(example.prompt.removesuffix("+1="))
         assert example == Example(f"{number}+1=", str(number + 1), {"level": number % 3, "prompt": "?"})
-    with pytest.raises(
-        ValueError, match="line 1: unknown key 'level'; a line has problem, solution, metadata, or --data"
-    ):
+    with pytest.raises(ValueError, match="line 1: unknown key 'level'; a line has problem, solution, metadata, or "):
         load(path, **keys)
     with pytest.raises(ValueError, match=f"file {path}, line 1: missing key 'query'"):
         load(path, prompt_key="query")

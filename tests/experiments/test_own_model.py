@@ -154,10 +154,8 @@ def test_the_example_trains_and_is_left_as_it_is(tmp_path, capsys):
 def test_what_is_no_parameter_is_kept_on_a_mesh_and_in_a_resume(tmp_path):
     model = Shifted(example.model().embed.num_embeddings, 32, rngs=nnx.Rngs(0))
     two = {"schedule": {"steps": 2}, "checkpoint": {"every": 1}}
-    one, four = (
-        train(short(tmp_path, mesh, mesh=mesh, **two), reward=parity, model=model)
-        for mesh in ("data=1", "data=2,tensor=2")
-    )
+    meshes = ("data=1", "data=2,tensor=2")
+    one, four = (train(short(tmp_path, mesh, mesh=mesh, **two), reward=parity, model=model) for mesh in meshes)
     assert "shift" not in one.params and np.all(np.asarray(model.shift[...]) == 0.25)
     for record, other in zip(train_records(one), train_records(four), strict=True):
         # The same tokens are drawn and scored; sums of a few hundred labels in another order.

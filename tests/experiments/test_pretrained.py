@@ -149,9 +149,7 @@ def test_what_cannot_be_expressed_is_refused_by_name(family, changes, words):
 @pytest.mark.bad_input
 def test_a_model_that_transformers_does_not_have_is_not_written():
     config = decoder_config(JsonObject("a", CONFIGS["llama3"]))
-    with pytest.raises(
-        ValueError, match="export: expected a model that transformers has .* got one with .*logit_scale"
-    ):
+    with pytest.raises(ValueError, match="expected a model that transformers has .* got one with .*logit_scale"):
         config_json(dataclasses.replace(config, logit_scale=0.5))
 
 
@@ -302,6 +300,7 @@ def cut_short(path):
 
 
 EMBEDDING = "model.embed_tokens.weight"
+THIRD = "model-00003-of-00003.safetensors"
 
 
 def change_embedding(change):
@@ -322,9 +321,7 @@ def with_nan(table):
 WORDS = {f"word{number}": 300 + number for number in range(3)}
 BAD = {
     "model-00002-of-00003.safetensors: expected a whole safetensors file, got": cut_short,
-    "model weights: expected a directory with model-00003-of-00003.safetensors": remove(
-        "model-00003-of-00003.safetensors"
-    ),
+    f"model weights: expected a directory with {THIRD}": remove(THIRD),
     "model.safetensors.index.json, tensor lm_head.weight: expected the name of a safetensors file": change_map(
         lambda names: names.update({"lm_head.weight": "../other/model.safetensors"})
     ),

@@ -182,7 +182,6 @@ def test_a_gguf_file_goes_through_the_same_door(tmp_path):
     one, other = load_model(tiny_gguf.path), load_model(out)
     jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
     text = "hello there 12<|im_end|>"
-    assert (
-        one.tokenizer.encode(text) == other.tokenizer.encode(text) and one.tokenizer.eos_ids == other.tokenizer.eos_ids
-    )
+    assert one.tokenizer.encode(text) == other.tokenizer.encode(text)
+    assert one.tokenizer.eos_ids == other.tokenizer.eos_ids
     assert other.config == one.config

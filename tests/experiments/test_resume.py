@@ -217,7 +217,5 @@ def test_a_process_that_ends_before_the_run_folder_is_whole_leaves_its_name_free
 
 
 def test_typed_options_are_fields():
-    arguments = (
-        "--no-such --data.other-keys --data.no-other-keys --name=--seed --rollout.max_new_tokens 3 extra -h".split()
-    )
-    assert typed_options(arguments, Config) == ["data.other_keys", "name", "rollout.max_new_tokens"]
+    arguments = "--no-such --data.other-keys --data.no-other-keys --name=--seed --rollout.max_new_tokens 3 extra -h"
+    assert typed_options(arguments.split(), Config) == ["data.other_keys", "name", "rollout.max_new_tokens"]

@@ -217,9 +217,8 @@ def test_a_place_among_the_processes_that_cannot_be(place, words, monkeypatch):
 
 EXAMPLES = [Example(f"{number}+1=", str(number + 1)) for number in range(7)]
 TEXTS = [Completion(str(number % 3), num_tokens=1, ended=True) for number in range(7)]
-DRAWN = [
-    Generation(np.array(CharTokenizer("012").encode(text), np.int32), np.zeros(1, np.float32), "stop") for text in TEXTS
-]
+IDS = [np.array(CharTokenizer("012").encode(text), np.int32) for text in TEXTS]
+DRAWN = [Generation(ids, np.zeros(1, np.float32), "stop") for ids in IDS]
 
 
 def scored(here, monkeypatch, function):

@@ -27,10 +27,7 @@ class Sums:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_kl_is_a_mean_over_the_tokens_of_all_documents(ranks):
     completions = [list(range(1, length + 1)) for length in LENGTHS]
-    documents = [
-        Document.of_completion(np.int32([11, 11]), np.int32(tokens), np.zeros(len(tokens), np.float32))
-        for tokens in completions
-    ]
+    documents = [Document.of_completion([11, 11], tokens, np.zeros(len(tokens))) for tokens in completions]
     packing = Packing(ranks=ranks, rows=1, row_length=8, vocab_size=12, pad_id=0)
     ours, theirs = (log_probs_of(documents, Sums(), each, packing) for each in ("policy", "reference"))
     found = kl_between(ours, theirs)

@@ -128,9 +128,8 @@ def test_adapters_of_a_model_from_disk_are_trained_exported_and_loaded(tmp_path,
     out = export.run_cli([str(result.run.path), str(tmp_path / "out")])
     chat.run_cli([str(result.run.path), "--prompt", "3+4=", "--max-new-tokens", "2"])
     kept.rename(path)
-    scored = train(
-        options(tmp_path, "again", path, model=ModelConfig(path=str(out), chat_template=False), schedule=schedule)
-    )
+    model = ModelConfig(path=str(out), chat_template=False)
+    scored = train(options(tmp_path, "again", path, model=model, schedule=schedule))
     # W + scale · A · B rounded to fp32: a few roundings of a loss of about 6.
     np.testing.assert_allclose(scored.before.loss, result.after.loss, rtol=2e-5)
 

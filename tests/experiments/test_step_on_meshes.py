@@ -104,9 +104,8 @@ def program_on(mesh):
     setup = setup_on(mesh)
     program = setup.learner.gradients.ahead(setup.learner.state.params, setup.learner._step_packing.padding()).compiled
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all"
-    return program, [
-        (kind, shape) for shape, kind in re.findall(rf"= \(?(\w+\[[\d,]*\]).*? ({kinds})\(", program.as_text())
-    ]
+    found = re.findall(rf"= \(?(\w+\[[\d,]*\]).*? ({kinds})\(", program.as_text())
+    return program, [(kind, shape) for shape, kind in found]
 
 
 def test_sequence_ranks_exchange_tokens_for_heads_and_gather_no_activations():
@@ -149,9 +148,7 @@ def test_a_table_whose_rows_the_ranks_do_not_divide_is_split_by_features():
     # with or without the row that fills up the last shard.
     assert "all-to-all" in {kind for kind, _ in found}
     assert not [shape for _, shape in found if re.match(r"f32\[2[45],40\]", shape)]
-    with pytest.raises(
-        ValueError, match="^mesh: expected tensor ranks that divide the 24 rows or the 40 features of emb"
-    ):
+    with pytest.raises(ValueError, match="^mesh: expected tensor ranks that divide the 24 rows or the 40 features of"):
         setup_on("tensor=7")
 
 

@@ -207,10 +207,7 @@ LINES = {
     "negative": ({**GOOD, "tokens": [5, -6, 7]}, "tokens: expected integers in [0, 2147483647], got [-6]"),
     "large": ({**GOOD, "tokens": [5, 2**31, 7]}, "tokens: expected integers in [0, 2147483647], got [2147483648]"),
     "fractions": ({**GOOD, "tokens": [5, 6.0, 7]}, "tokens: expected a list of integers, got [5, 6.0, 7]"),
-    "booleans": (
-        {**GOOD, "labels": [False, True, True]},
-        "labels: expected a list of integers, got [False, True, True]",
-    ),
+    "booleans": ({**GOOD, "labels": [False, True, True]}, "labels: expected a list of integers, got [False,"),
     "no list": ({**GOOD, "sampler_log_probs": -0.5}, "sampler_log_probs: expected a list of numbers, got -0.5"),
     "null": ({**GOOD, "old_log_probs": None}, "old_log_probs: expected a list of numbers, got None"),
     "number": ({**GOOD, "old_log_probs": [-0.5]}, "old_log_probs: expected shape (2,) of the labels, got (1,)"),

@@ -39,9 +39,8 @@ def warnings_of(made, steps, policy=POLICY):
 def test_steps_that_teach_nothing_are_warned_of_and_then_less_often():
     found = warnings_of(rollouts(), 21)
     assert list(found) == [5, 10, 20]
-    assert found[5] == (
-        "step 5: every group had equal rewards for 5 steps in a row: no learning signal (every reward is 0)"
-    )
+    words = "every group had equal rewards for 5 steps in a row: no learning signal (every reward is 0)"
+    assert found[5] == f"step 5: {words}"
 
 
 def test_one_group_with_a_difference_is_enough():

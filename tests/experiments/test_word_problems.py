@@ -51,9 +51,8 @@ def test_worked_answers_are_right(size):
         seen.add(len(work))
         for line in work:
             left, sign, right, equal, result = line.split()
-            value = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}[sign](
-                int(left), int(right)
-            )
+            operations = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
+            value = operations[sign](int(left), int(right))
             assert (equal, value) == ("=", int(result)) and (sign != "/" or int(left) % int(right) == 0)
             assert 2 <= value <= 9 * LARGEST
         assert verdict == f"The answer is {work[-1].split()[-1]}"
