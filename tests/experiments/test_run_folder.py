@@ -173,17 +173,10 @@ def written(run):
 
 def test_values_come_back(run):
     values = {
-        "loss": 0.1,
-        "array": jnp.float32(0.5),
-        "half": jnp.bfloat16(1.5),
-        "count": np.int64(1 << 40),
-        "nan": math.nan,
-        "up": jnp.float32(math.inf),
-        "down": -math.inf,
-        "head": "chunked",
-        "resumed": True,
+        "loss": 0.1, "array": jnp.float32(0.5), "half": jnp.bfloat16(1.5), "count": np.int64(1 << 40),
+        "nan": math.nan, "up": jnp.float32(math.inf), "down": -math.inf, "head": "chunked", "resumed": True,
         "none": None,
-    }
+    }  # fmt: skip
     with MetricsWriter(run) as writer:
         writer.write(3, "train", values)
         # Flushed already: a kill after this line would lose nothing.

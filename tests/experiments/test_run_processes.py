@@ -48,21 +48,30 @@ class Store:
 
 
 @pytest.fixture
-def three(monkeypatch):
-    """Three processes, which say here what they print and how they end."""
+def said(monkeypatch):
+    """What the processes print."""
     said = []
     monkeypatch.setattr(module, "_say", said.append)
-    monkeypatch.setattr(module, "_POLL_MS", 20)
-    monkeypatch.setattr(module, "GRACE_SECONDS", 0.0)
-    monkeypatch.setattr(module, "LEAVE_SECONDS", 0.1)
+    return said
+
+
+@pytest.fixture
+def store():
+    return Store()
+
+
+@pytest.fixture
+def here(monkeypatch, store, said):
+    """Three processes, which raise what they end with."""
+    for name, value in (("_POLL_MS", 20), ("GRACE_SECONDS", 0.0), ("LEAVE_SECONDS", 0.1)):
+        monkeypatch.setattr(module, name, value)
 
     def leave(code):
         raise Left(code)
 
     monkeypatch.setattr(module.os, "_exit", leave)
     monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
-    store = Store()
-    return store, [Processes(index, 3, store) for index in range(3)], said
+    return [Processes(index, 3, store) for index in range(3)]
 
 
 def in_each(here, function):
@@ -86,21 +95,18 @@ def test_one_process_has_nobody_to_ask():
     Processes().watch()
 
 
-def test_every_process_gathers_all_values_and_the_store_stays_small(three):
-    store, here, _ = three
+def test_every_process_gathers_all_values_and_the_store_stays_small(here, store):
     for number in range(4):
         found = in_each(here, lambda each, number=number: each.gather("numbers", [each.index, number, float("-inf")]))
         assert found == [[[index, number, float("-inf")] for index in range(3)]] * 3
     assert len(store.values) == 3
 
 
-def test_the_first_process_decides(three):
-    _, here, _ = three
+def test_the_first_process_decides(here):
     assert in_each(here, lambda each: each.from_first("name", lambda: f"of {each.index}")) == ["of 0"] * 3
 
 
-def test_a_fault_of_one_process_is_that_of_all(three):
-    _, here, _ = three
+def test_a_fault_of_one_process_is_that_of_all(here):
 
     def write(each):
         if each.index == 1:
@@ -119,23 +125,20 @@ def test_a_fault_of_one_process_is_that_of_all(three):
         Processes().attempt("files", lambda: write(here[1]))
 
 
-def test_processes_that_gather_different_things_are_told_so(three):
-    _, here, _ = three
+def test_processes_that_gather_different_things_are_told_so(here):
     errors = in_each(here, lambda each: each.gather("signals" if each.index else "rewards", None))
     assert str(errors[0]) == "process 1 is at 'signals' where process 0 is at 'rewards'"
     assert all(isinstance(error, RuntimeError) for error in errors)
 
 
-def test_a_different_option_is_refused_by_name(three):
-    _, here, _ = three
+def test_a_different_option_is_refused_by_name(here):
     errors = in_each(here, lambda each: each.require_same("options", {"--seed": each.index // 2, "--out": "runs"}))
     assert str(errors[0]) == "--seed: expected in process 2 that of process 0, 0, got 1"
     assert all(isinstance(error, ValueError) for error in errors)
     assert in_each(here, lambda each: each.require_same("options", {"--out": "runs"})) == [None] * 3
 
 
-def test_a_slow_process_is_named_once(three, monkeypatch):
-    _, here, said = three
+def test_a_slow_process_is_named_once(here, said, monkeypatch):
     monkeypatch.setattr(module, "SLOW_SECONDS", 0.1)
     released = threading.Event()
     threading.Timer(0.4, released.set).start()
@@ -144,8 +147,7 @@ def test_a_slow_process_is_named_once(three, monkeypatch):
     assert line.startswith("WARNING: process 1 keeps the others waiting at rewards")
 
 
-def test_all_end_with_the_reason_and_the_code_of_the_first_that_failed(three):
-    store, here, said = three
+def test_all_end_with_the_reason_and_the_code_of_the_first_that_failed(here, store, said):
     ends = in_each(here[1:2], lambda each: each.end(3, "/x: No space left on device", is_origin=True))
     assert [error.args for error in ends] == [(3,)] and json.loads(store.values[FAILURE])[0] == 1
     # Those that wait in a collective are ended by their threads.
@@ -153,9 +155,8 @@ def test_all_end_with_the_reason_and_the_code_of_the_first_that_failed(three):
     assert said == [f"error: process 1{word}: /x: No space left on device" for word in ("", " ended", " ended")]
 
 
-def test_a_process_at_fault_stays_until_the_others_leave(three, monkeypatch):
+def test_a_process_at_fault_stays_until_the_others_leave(here, monkeypatch):
     """JAX misses its heartbeats otherwise, and aborts the others before they have said anything."""
-    _, here, _ = three
     monkeypatch.setattr(module, "LEAVE_SECONDS", 30.0)
     order, leave = [], module.os._exit
     monkeypatch.setattr(module.os, "_exit", lambda code: (order.append("left"), leave(code)))
@@ -169,22 +170,19 @@ def test_a_process_at_fault_stays_until_the_others_leave(three, monkeypatch):
     assert [error.args for error in in_each(here, fail)] == [(1,)] * 3
 
 
-def test_a_broken_connection_is_no_reason_while_there_is_one(three):
-    _, here, said = three
+def test_a_broken_connection_is_no_reason_while_there_is_one(here, said):
     in_each(here[2:], lambda each: each.end(1, "a bug", is_origin=True))
     (end,) = in_each(here[:1], lambda each: each.end(1, "JaxRuntimeError: Connection reset", is_origin=False))
     assert end.args == (1,)
     assert said[0] == "error: process 2: a bug" and said[-1] == "error: process 2 ended: a bug" and len(said) == 3
 
 
-def test_the_same_refusal_everywhere_is_printed_once(three):
-    _, here, said = three
+def test_the_same_refusal_everywhere_is_printed_once(here, said):
     ends = in_each(here, lambda each: each.end(2, "--seed: expected …", is_origin=True))
     assert [error.args for error in ends] == [(2,)] * 3 and len(said) == 1
 
 
-def test_a_process_that_ends_by_itself_is_not_ended_by_its_thread(three):
-    _, here, said = three
+def test_a_process_that_ends_by_itself_is_not_ended_by_its_thread(here, said):
     here[0]._ending.set()
     here[0]._watch()
     in_each(here[1:2], lambda each: each.end(1, "a bug", is_origin=True))
@@ -234,8 +232,7 @@ def scored(here, monkeypatch, function):
     return in_each(here, run)
 
 
-def test_every_completion_is_scored_by_one_process(three, monkeypatch):
-    _, here, _ = three
+def test_every_completion_is_scored_by_one_process(here, monkeypatch):
     calls = []
 
     def reward(example, completion):
@@ -251,9 +248,8 @@ def test_every_completion_is_scored_by_one_process(three, monkeypatch):
     assert sorted(calls) == [example.prompt for example in EXAMPLES]
 
 
-def test_every_completion_is_decoded_by_one_process(three, monkeypatch):
+def test_every_completion_is_decoded_by_one_process(here, monkeypatch):
     """All of them know where a stop text ends it, its rewards and whether it is empty."""
-    _, here, _ = three
     own, decoded = threading.local(), []
     for name in ("sampling.policy", "experience.scoring"):
         monkeypatch.setattr(f"experiments.{name}.processes", lambda: getattr(own, "here", Processes()))
@@ -300,8 +296,7 @@ def test_every_completion_is_decoded_by_one_process(three, monkeypatch):
 
 
 @pytest.mark.parametrize("raised", [RewardFailed, RewardNotFinite])
-def test_a_reward_that_fails_in_one_process_fails_in_all(three, monkeypatch, raised):
-    _, here, _ = three
+def test_a_reward_that_fails_in_one_process_fails_in_all(here, monkeypatch, raised):
 
     def reward(example, completion):
         if example is not EXAMPLES[4]:

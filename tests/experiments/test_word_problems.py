@@ -89,20 +89,12 @@ def test_verdicts_look_for_the_number():
     for example in examples(task, 50):
         number = example.answer.split()[-1].removesuffix(".")
         right = [
-            example.answer,
-            number,
-            f"So {number} of them.",
-            f"The answer is ${number}.00!",
+            example.answer, number, f"So {number} of them.", f"The answer is ${number}.00!",
             rf"5, \boxed{{{number}}}",
-        ]
+        ]  # fmt: skip
         wrong = [
-            "",
-            "none",
-            f"{number} or {number}1",
-            f"-{number}",
-            f"The answer is 1{number}. {number}",
-            f"{number}.5",
-        ]
+            "", "none", f"{number} or {number}1", f"-{number}", f"The answer is 1{number}. {number}", f"{number}.5",
+        ]  # fmt: skip
         assert all(task.verify(example, text) == 1.0 for text in right)
         assert not any(task.verify(example, text) for text in wrong)
 

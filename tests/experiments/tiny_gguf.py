@@ -71,16 +71,10 @@ def write_tiny_gguf(path: Path, *, quantised: bool = True, seed: int = 0, **chan
 def tensor_shapes(vocab_size: int) -> dict[str, tuple[int, ...]]:
     """Shapes of all tensors, outputs first."""
     layer = {
-        "attn_norm": (HIDDEN,),
-        "attn_q": (HEADS * DIM, HIDDEN),
-        "attn_k": (KV_HEADS * DIM, HIDDEN),
-        "attn_v": (KV_HEADS * DIM, HIDDEN),
-        "attn_output": (HIDDEN, HEADS * DIM),
-        "ffn_norm": (HIDDEN,),
-        "ffn_gate": (INNER, HIDDEN),
-        "ffn_up": (INNER, HIDDEN),
-        "ffn_down": (HIDDEN, INNER),
-    }
+        "attn_norm": (HIDDEN,), "attn_q": (HEADS * DIM, HIDDEN), "attn_k": (KV_HEADS * DIM, HIDDEN),
+        "attn_v": (KV_HEADS * DIM, HIDDEN), "attn_output": (HIDDEN, HEADS * DIM), "ffn_norm": (HIDDEN,),
+        "ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN), "ffn_down": (HIDDEN, INNER),
+    }  # fmt: skip
     blocks = {f"blk.{i}.{name}.weight": shape for i in range(LAYERS) for name, shape in layer.items()}
     return {"token_embd.weight": (vocab_size, HIDDEN), **blocks, "output_norm.weight": (HIDDEN,)}
 
