@@ -73,7 +73,8 @@ def lowering_contexts():
         yield
 
 
-SHARING = {"test_grpo.py", "test_invariant.py", "test_run_parts.py", "test_sft.py", "test_trainer.py", "test_guards.py"}
+SHARING = {"test_grpo.py", "test_guards.py", "test_invariant.py", "test_run_parts.py", "test_sft.py", "test_trainer.py"}
+SHARING |= {"test_entropy_control.py", "test_selection_options.py"}
 """Files whose runs compile the same programs, once more on every data rank and in every run: there each is compiled once.
 
 Runs that compile all of their programs themselves, and have the same bits, are in test_reliability_trials.py.

@@ -102,7 +102,7 @@ def test_verdicts_look_for_the_number():
 def test_a_model_from_nothing_has_all_the_letters():
     task = make_task("word_problems")
     tokenizer = tokenizer_for(task.alphabet)
-    for example in examples(task):
+    for example in examples(task, 60):
         text = example.prompt + example.answer
         assert tokenizer.decode(tokenizer.encode(text)) == text
         assert len(example.prompt) <= task.max_prompt_tokens and len(example.answer) <= task.max_answer_tokens
