@@ -3,6 +3,7 @@
     python -m benchmarks.support_speed                                     # three shapes, on a GPU
     python -m benchmarks.support_speed --shapes 64,32 --vocab-size 500 --engine chunked --support-engines support
     python -m benchmarks.support_speed --shapes 8192,4096 --ids zipf --profile 20
+    python -m benchmarks.support_speed --ids zipf --beside                 # one product and masked logits too
 
 Supports are random, of the sizes that a sampler with top-p keeps: 45 % of the tokens have a single id, the median is 2, the
 mean 8 and the 99th percentile 80. All programs compute log-probs, and with backward the gradients of hidden states and
@@ -10,6 +11,9 @@ weight in their dtypes; ratios are to the full head on the same operands. Times 
 
 The bound is the time to move, at the bandwidth of a copy in the same run, what must be moved: in each pass a row of the
 weight for every id, and the hidden states; with backward also both gradients, the dense one of the weight among them.
+
+Masked logits are the formula by which trainers elsewhere use a recorded support: all V logits in the operands' dtype, -inf
+outside of the support, and their log-softmax in fp32, as plain JAX in chunks of tokens.
 """
 
 import functools
@@ -23,15 +27,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.stages import Compiled
 
-from benchmarks.beside_product import compile_or_say
+from benchmarks.beside_product import PRODUCT, compile_or_say, compile_product, product
 from benchmarks.clock import Timing, copy_bandwidth, time_in_turns
 from benchmarks.profiler import gpu_events, print_slowest
 from experiments.command_line import run_command
 from jaxlogp import Support, linear_log_probs
 from jaxlogp.errors import require
+from jaxlogp.head.support.ids import tokens_of_places
 
 MOST_IDS = 1024
 FULL_HEAD = "full head"
+MASKED = "masked logits"
+# Tokens whose masked logits are computed at a time; where there are more, the backward computes them again.
+MASKED_TOKENS = 8192
 PARTS = ("forward", "forward+backward")
 # Tokens whose hidden gradient, and rows whose weight gradient, are compared with float64.
 ROWS_CHECKED = 64
@@ -63,6 +71,8 @@ class SupportSpeedConfig:
     """Timed turns of every program; the median is reported."""
     profile: int = 0
     """How many of the slowest kernels of forward + backward on the support to list, for each of its engines."""
+    beside: bool = False
+    """Also time one product of hidden states and weight, and masked logits."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +105,8 @@ class Measured:
         part: one of ``PARTS``.
         seconds: median of a call.
         ratio: seconds divided by those of the full head.
-        bound_seconds: see the module; None for the full head.
-        temporaries: bytes of the compiled program beside arguments and results.
+        bound_seconds: see the module; None for what is not an engine of the support.
+        temporaries: bytes of the compiled program beside arguments and results; None for one product.
         spread: interquartile range of the ratios of all turns over their median.
     """
 
@@ -107,7 +117,7 @@ class Measured:
     seconds: float
     ratio: float
     bound_seconds: float | None
-    temporaries: int
+    temporaries: int | None
     spread: float
 
 
@@ -156,19 +166,48 @@ def make_case(config: SupportSpeedConfig, shape: tuple[int, int], law: str) -> C
     )
 
 
+def masked_log_probs(
+    hidden: jax.Array, weight: jax.Array, targets: jax.Array, support: Support, chunk: int
+) -> jax.Array:
+    """Computes log-probs on the support from all logits, `chunk` tokens at a time."""
+    tokens, (vocab_size, _) = len(targets), weight.shape
+    chunk = min(chunk, tokens)
+    token = tokens_of_places(jnp.cumsum(support.counts, dtype=jnp.int32), len(support.ids))
+
+    def of_chunk(operands: tuple[jax.Array, ...]) -> jax.Array:
+        start, hidden, targets = operands
+        # Places of other tokens are beyond the last row, and are dropped.
+        row = jnp.where(token < start, chunk, token - start)
+        kept = jnp.zeros((chunk, vocab_size), bool).at[row, support.ids].set(True, mode="drop")
+        logits = jnp.where(kept, product(hidden, weight).astype(jnp.float32), -jnp.inf)
+        return jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
+
+    if tokens == chunk:
+        return of_chunk((jnp.int32(0), hidden, targets))
+    require(tokens % chunk == 0, "tokens", f"a multiple of {chunk}", tokens)
+    chunks = jnp.arange(0, tokens, chunk), hidden.reshape(-1, chunk, hidden.shape[1]), targets.reshape(-1, chunk)
+    return jax.lax.map(jax.checkpoint(of_chunk), chunks).reshape(tokens)
+
+
 def programs(
-    case: Case, engine: str, support_engines: tuple[str, ...]
+    case: Case, engine: str, support_engines: tuple[str, ...], masked_tokens: int | None = None
 ) -> dict[tuple[str, str], tuple[Callable, tuple]]:
-    """Functions and operands of the full head and of each engine on the support, by program and part."""
+    """Functions and operands of the full head and of each engine on the support, by program and part.
+
+    Masked logits of so many tokens at a time are among them if `masked_tokens` is not None.
+    """
 
     def forward(engine, hidden, weight, targets, g, support):
+        if engine == MASKED:
+            return masked_log_probs(hidden, weight, targets, support, masked_tokens)
         return linear_log_probs(hidden, weight, targets, support=support, engine=engine).log_probs
 
     def both(engine, hidden, weight, targets, g, support):
         log_probs, pull_back = jax.vjp(lambda h, w: forward(engine, h, w, targets, None, support), hidden, weight)
         return log_probs, pull_back(g)
 
-    choices = {FULL_HEAD: (engine, None), **{name: (name, case.support) for name in support_engines}}
+    on_support = support_engines if masked_tokens is None else (*support_engines, MASKED)
+    choices = {FULL_HEAD: (engine, None), **{name: (name, case.support) for name in on_support}}
     return {
         (name, part): (
             functools.partial(function, choice),
@@ -273,13 +312,16 @@ def measure(
 ) -> tuple[list[Measured], str]:
     """Compiles, checks and times the programs of one case; returns them with a line about the case."""
     case = make_case(config, shape, law)
-    functions = programs(case, config.engine, config.support_engines)
+    functions = programs(case, config.engine, config.support_engines, MASKED_TOKENS if config.beside else None)
     compiled = compile_or_say(functions)
     engines = (config.engine, *config.support_engines)
     require(len(compiled) == len(functions), "--engine and --support-engines", "engines that run here", engines)
     calls = {key: functools.partial(compiled[key], *operands) for key, (_, operands) in functions.items()}
     expected = float64_values(case)
-    errors = [_errors_of_engine(expected, name, calls[name, PARTS[1]]) for name in config.support_engines]
+    checked = (*config.support_engines, MASKED) if config.beside else config.support_engines
+    errors = [_errors_of_engine(expected, name, calls[name, PARTS[1]]) for name in checked]
+    if config.beside:
+        calls[PRODUCT, PARTS[0]], _ = compile_product(case.hidden, case.weight)
     medians, failed = time_in_turns({key: (call, jax.block_until_ready) for key, call in calls.items()}, config.repeats)
     for error in failed.values():
         raise error
@@ -293,7 +335,7 @@ def measure(
         f"99th percentile {np.percentile(counts, 99):.0f}, {np.mean(counts == 1):.0%} one), {np.unique(ids).size} rows "
         f"named; errors against float64: {'; '.join(errors)}"
     )
-    return [_measured(shape, law, key, compiled, medians, case, bytes_per_second) for key in functions], note
+    return [_measured(shape, law, key, compiled, medians, case, bytes_per_second) for key in calls], note
 
 
 def _errors_of_engine(expected: Expected, name: str, call: Callable[[], tuple]) -> str:
@@ -331,8 +373,8 @@ def _measured(
         part,
         timing.seconds,
         timing.seconds / full.seconds,
-        None if program == FULL_HEAD else bytes_moved(case, part) / bytes_per_second,
-        compiled[key].memory_analysis().temp_size_in_bytes,
+        None if program in (FULL_HEAD, MASKED, PRODUCT) else bytes_moved(case, part) / bytes_per_second,
+        None if program == PRODUCT else compiled[key].memory_analysis().temp_size_in_bytes,
         timing.ratio_spread(full),
     )
 
@@ -356,9 +398,10 @@ def main(config: SupportSpeedConfig) -> list[Measured]:
         bound = ("–", "–")
         if one.bound_seconds is not None:
             bound = f"{one.bound_seconds * 1e3:.3f} ms", f"{one.seconds / one.bound_seconds:.1f} ×"
+        temporaries = "–" if one.temporaries is None else f"{one.temporaries / 2**30:.3f} GiB"
         print(
             f"| {one.shape[0]}, {one.shape[1]} | {one.ids} | {one.program} | {one.part} | {one.seconds * 1e3:.3f} ms "
-            f"| {one.ratio:.4f} | {' | '.join(bound)} | {one.temporaries / 2**30:.3f} GiB |"
+            f"| {one.ratio:.4f} | {' | '.join(bound)} | {temporaries} |"
         )
     print()
     for note in notes:

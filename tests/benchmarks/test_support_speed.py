@@ -1,5 +1,6 @@
 """The benchmark of log-probs on a support: its random supports, its float64 values and its table, at a small size."""
 
+import dataclasses
 import functools
 
 import jax
@@ -38,10 +39,14 @@ def test_ids_of_a_token_are_distinct_and_have_their_law(law):
     assert (occurrences.max() > 250) == (law == "zipf")
 
 
-@pytest.mark.costly
-def test_every_program_has_a_row_and_errors_are_those_of_fp32(monkeypatch, capsys):
+@pytest.fixture
+def untimed(monkeypatch):
     monkeypatch.setattr(support_speed, "time_in_turns", functools.partial(time_in_turns, at_least=0.0))
     monkeypatch.setattr(support_speed, "copy_bandwidth", lambda: 1e9)
+
+
+@pytest.mark.costly
+def test_every_program_has_a_row_and_errors_are_those_of_fp32(untimed, capsys):
     found = support_speed.main(CONFIG)
     assert [(one.ids, one.program, one.part) for one in found] == [
         (law, program, part)
@@ -62,6 +67,23 @@ def test_every_program_has_a_row_and_errors_are_those_of_fp32(monkeypatch, capsy
     assert [part for part in parts if part[0] == "the"] == 2 * [["the", "same", "bits", "twice"]]
     values = [float(part[-1]) for part in parts if part[0] != "the"]
     assert len(values) == 6 and max(values) < 1e-5
+
+
+@pytest.mark.costly
+def test_one_product_and_masked_logits_have_rows_beside_the_support(untimed, capsys):
+    found = support_speed.main(dataclasses.replace(CONFIG, ids=("zipf",), beside=True))
+    rows = [(one.program, one.part, one.bound_seconds is None) for one in found[4:]]
+    masked = [("masked logits", part, True) for part in ("forward", "forward+backward")]
+    assert rows == [*masked, ("one product", "forward", True)]
+    assert "; masked logits: log-probs " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("chunk", [48, 16])
+def test_masked_logits_give_the_values_and_gradients_on_the_support(chunk):
+    case = support_speed.make_case(CONFIG, (48, 16), "zipf")
+    function, operands = support_speed.programs(case, "chunked", (), chunk)["masked logits", "forward+backward"]
+    errors = support_speed.float64_errors(support_speed.float64_values(case), jax.jit(function)(*operands))
+    assert max(errors) < 1e-5
 
 
 @pytest.mark.parametrize("broken", [0, 1, 2])
