@@ -74,8 +74,6 @@ class InvariantBackend(GivesParams):
         return LeafSums(self._leaf_programs(temperature, self.mesh), objective)
 
     def make_sampler(self, options: SamplingOptions, row_length: int) -> InvariantSampler:
-        expected = "no top_k, top_p or min_p with --invariant on a GPU"
-        require(self._state_device.platform == "cpu" or not options.filters, "options", expected, options)
         assert options.temperature is not None, "that of the run, if no other is named"
         rule = CompletionRule(options, self._tokenizer.eos_ids, self._tokenizer.pad_id)
         programs = self._leaf_programs(options.temperature, self._rollout_mesh)

@@ -22,7 +22,6 @@ from experiments.sampling.options import SamplingOptions
 from experiments.sampling.recompute import RecomputeSampler
 from experiments.sampling.sample_token import CompletionRule
 from experiments.sampling.sampler import SampledModel, Sampler
-from jaxlogp.errors import require
 from jaxlogp.head.registry import default_shards
 
 
@@ -97,10 +96,5 @@ def make_backend(config: Config, model: ModelSource) -> RunBackend:
     if not config.invariant:
         return GspmdBackend(config, model)
     mesh = make_mesh(parse_mesh(config.mesh))
-    on_support = config.rollout.filters or bool(config.loss.on_support)
-    platform = mesh.devices.flat[0].platform
-    expected = "no --rollout.top-k, --rollout.top-p, --rollout.min-p or --loss.on-support with it on a GPU"
-    # On an H100 log-probs of such a run were not finite. jax-ml/jax#27796 may explain it; not tried since that is avoided.
-    require(platform == "cpu" or not on_support, "--invariant", expected, f"one of them on a {platform}")
     small = config.model.has_task_vocabulary
     return InvariantBackend(model, mesh, rollout_mesh(config, mesh), config.invariance, small_vocabulary=small)

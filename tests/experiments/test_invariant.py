@@ -1,14 +1,10 @@
 """`--invariant`: bitwise equal parameters on every mesh, the same numbers in sampler and trainer."""
 
-from types import SimpleNamespace
-
 import jax
 import numpy as np
 import pytest
 
-from experiments.config import Config, RolloutConfig
 from experiments.invariant.leaf_sums import TreeFold
-from experiments.loop import backends
 from experiments.loop.run import train
 from experiments.sampling.options import SamplingOptions
 from tests.experiments.tiny import tiny, train_records
@@ -189,17 +185,6 @@ def test_the_fold_is_the_tree_over_the_order(count):
 
 def test_a_fold_of_nothing_is_nothing():
     assert TreeFold(lambda left, right: left + right).total() is None
-
-
-@pytest.mark.bad_input
-def test_a_nucleus_is_refused_on_a_gpu(monkeypatch):
-    class Device:
-        platform = "gpu"
-
-    monkeypatch.setattr(backends, "make_mesh", lambda spec: SimpleNamespace(devices=np.array([Device()])))
-    config = Config(invariant=True, rollout=RolloutConfig(top_p=0.9)).resolved()
-    with pytest.raises(ValueError, match="^--invariant: expected no --rollout.top-k, .*, got one of them on a gpu"):
-        backends.make_backend(config, None)
 
 
 @pytest.mark.bad_input
