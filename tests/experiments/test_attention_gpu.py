@@ -85,6 +85,15 @@ def test_the_kernel_for_caches_is_near_float64(fewest, steps, window, softcap, m
     np.testing.assert_allclose(out, cached_cases.wanted(steps - 1, window, softcap), atol=2**-9 * 4 * 2, rtol=0)
 
 
+@pytest.mark.parametrize("window", [None, 7])
+def test_the_kernel_for_caches_of_rows_at_different_tokens_is_near_float64(window):
+    steps = np.int32([0, cached_cases.NEW - 1, 3, triton_cached.BLOCK])
+    attend = functools.partial(cached_cases.by_kernel, window=window, softcap=None, interpret=False)
+    out = cached_cases.at_steps(attend, steps, "triton", "bfloat16")
+    wanted = [cached_cases.wanted(step, window, None)[row] for row, step in enumerate(steps)]
+    np.testing.assert_allclose(out, wanted, atol=2**-9 * 4 * 2, rtol=0)
+
+
 def test_tokens_read_one_by_one_are_as_near_to_fp32_as_the_whole_row():
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2}
     config = DecoderConfig.qwen3(vocab_size=512, head_dim=64, dtype="bfloat16", **sizes)
