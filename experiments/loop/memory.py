@@ -1,9 +1,11 @@
 """What a run needs of each device's memory: asked of its compiled programs before the first of them runs."""
 
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,15 +95,16 @@ def memory_need(setup: Setup, *, warm_start_to_come: bool) -> MemoryNeed:
     """What a run needs, its warm start included; of `--invariant`, whose programs are many small ones, the state alone."""
     state, params = _state(setup, warm_start_to_come), setup.learner.state.params
     alone = MemoryNeed(state, host=bytes_of_process(setup.learner.template()))
-    programs = setup.learner.programs()
-    if programs is None:
-        return alone
-    micro_batch, update = (program.compiled.memory_analysis() for program in programs)
     shapes = setup.shapes
     if warm_start_to_come:
         evaluation = shapes["evaluation"]
         shapes["evaluation"] = evaluation._replace(prompts=max(evaluation.prompts, CHECK_PROMPTS))
-    draws = {name: setup.samplers.memory(params, shape) for name, shape in shapes.items()}
+    drawing = [functools.partial(setup.samplers.memory, params, shape) for shape in shapes.values()]
+    programs, *needs = _side_by_side([setup.learner.programs, *drawing])
+    draws = dict(zip(shapes, needs, strict=True))
+    if programs is None:
+        return alone
+    micro_batch, update = (program.compiled.memory_analysis() for program in programs)
     known = {name: number for name, number in draws.items() if number is not None}
     if micro_batch is None or update is None or len(known) < len(draws):
         return alone
@@ -116,6 +119,18 @@ def memory_need(setup: Setup, *, warm_start_to_come: bool) -> MemoryNeed:
         **known,
     }
     return alone._replace(parts=parts, compiling=peak_bytes(setup.mesh.local_devices) or 0)
+
+
+def _side_by_side(compilations: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Returns what they return: XLA uses few cores for one program. Those of several processes may wait for each other's.
+
+    What a caller has set for its own thread alone, such as `jax.default_matmul_precision`, is unknown there: a program is
+    then compiled again for its first call.
+    """
+    if processes().count > 1:
+        return [compiled() for compiled in compilations]
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda compiled: compiled(), compilations))
 
 
 def _state(setup: Setup, warm_start_to_come: bool) -> int:

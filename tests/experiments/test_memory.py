@@ -164,8 +164,12 @@ def test_a_run_that_cannot_fit_is_refused_without_a_folder_and_a_resume_without_
     options = {"warm_start": {"max_steps": 0}, "schedule": {"steps": 1}, "quiet": False}
     # Shapes that no other test has compiled.
     options |= {"rollout": {"num_generations": 3}, "evaluation": {"num_prompts": 5}}
-    with jax.log_compiles():
+    # In every thread, for programs are compiled side by side.
+    jax.config.update("jax_log_compiles", True)
+    try:
         result = train(tiny(tmp_path, "fits", **options))
+    finally:
+        jax.config.update("jax_log_compiles", False)
     messages = [each.getMessage() for each in caplog.records]
     for name in ("_prefill", "_decode"):
         compiled = sum(f"Compiling jit({name})" in each for each in messages)

@@ -47,7 +47,8 @@ def put_in_ranks(
     No place may occur twice, and those that do not exist are left out. Nothing is sent between ranks.
     """
     ranks = len(places[0])
-    # Where a place could occur twice, a GPU writes wrong values with xla_gpu_deterministic_ops (jax-ml/jax#27796).
+    # Unless it is known that no place occurs twice, a GPU with xla_gpu_deterministic_ops puts what belongs beyond the end of
+    # a row into the next row (benchmarks/results/invariant_gpu.md).
     put = jax.vmap(
         lambda own, rows, columns, values: own.at[rows, columns].set(values, mode="drop", unique_indices=True)
     )
