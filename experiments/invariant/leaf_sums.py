@@ -56,7 +56,7 @@ class LeafSums:
         return compiled._cache_size()
 
     def trace(self, params: nnx.State, padding: GlobalMicroBatch) -> None:
-        self._programs.trace(padding.packing.rows, padding.packing.row_length, padding.support_capacity)
+        self._programs.trace(padding.packing.rows, padding.packing.row_length, padding.packing.support_capacity)
 
     def ahead(self, params: nnx.State, padding: GlobalMicroBatch) -> None:
         """Returns None: a leaf takes several programs."""

@@ -91,7 +91,6 @@ class LossConfig:
     None: with one of these, so that sampler and trainer have the same distribution."""
     support_room: int = 128
     """With --loss.on-support: ids a token for which rows and micro-batches have room, on average over their tokens.
-    A micro-batch that needs less is computed with a quarter or a sixteenth of it, which is faster.
     Where a set does not fit, the sampler draws among the most likely of its ids (support_cut)."""
     metrics: Annotated[str, OneOf("none", "basic", "with_entropy")] = "with_entropy"
     """Metrics of a step: none, basic or with_entropy."""

@@ -14,10 +14,6 @@ from jaxlogp import Document, MicroBatch, pack_documents
 from jaxlogp.errors import require
 from jaxlogp.policy.documents import SAMPLER_COLUMN, row_starts
 
-SUPPORT_ROOMS = (16, 4, 1)
-"""Parts of a micro-batch's largest support that its arrays may have room for. A step takes as long as the room is large, and
-every room that is needed is one more program to compile."""
-
 
 @dataclass(frozen=True)
 class Packing:
@@ -25,7 +21,7 @@ class Packing:
 
     A micro-batch has `rows` rows of `row_length` tokens, and token ids are in [0, vocab_size). Without `share_rows`,
     documents do not share rows: a rank gets `rows` successive documents. `columns` are names of the documents' further
-    columns. `support_capacity` is the largest number of ids in the support of a micro-batch; None for log-probs of the
+    columns. `support_capacity` is the number of ids for which a micro-batch has room; None for log-probs of the
     whole vocabulary.
     """
 
@@ -127,22 +123,11 @@ class GlobalMicroBatch:
         """Ranks, rows of each, and tokens of a row."""
         return self.packing.ranks, self.packing.rows, self.packing.row_length
 
-    @cached_property
-    def support_capacity(self) -> int | None:
-        """Number of ids that the support of each rank has room for: the least of `SUPPORT_ROOMS` that is enough for all."""
-        largest = self.packing.support_capacity
-        if largest is None:
-            return None
-        supports = [[self.documents[number].support for number in numbers] for numbers in self.by_rank]
-        needed = max(sum(each.ids.size for each in held if each is not None) for held in supports)
-        return next(room for share in SUPPORT_ROOMS if (room := -(-largest // share)) >= needed)
-
     def micro_batch(self, rank: int) -> MicroBatch:
         """Returns the arrays of a rank, made at the first call."""
         if rank not in self._made:
             packing, documents = self.packing, [self.documents[number] for number in self.by_rank[rank]]
-            sizes = {**packing._sizes, "support_capacity": self.support_capacity}
-            made, rest = pack_documents(documents, **sizes, pad_id=packing.pad_id, columns=packing.columns)
+            made, rest = pack_documents(documents, **packing._sizes, pad_id=packing.pad_id, columns=packing.columns)
             assert not rest, "documents of a round fit"
             self._made[rank] = made
         return self._made[rank]

@@ -258,16 +258,6 @@ def test_documents_that_wait_keep_their_supports():
     assert found.support is None
 
 
-@pytest.mark.parametrize(
-    ("sizes", "room"), [((), 4), ((4, 1), 4), ((5, 1), 16), ((1, 16), 16), ((1, 17), 64), ((64,), 64)]
-)
-def test_a_micro_batch_has_the_least_room_that_is_enough_for_every_rank(sizes, room):
-    packing = Packing(2, 1, 8, 99, 0, support_capacity=64)
-    given = packing.round_of([document(Support.from_lists([range(4, 4 + size)])) for size in sizes])
-    assert given.num_documents == len(sizes) and given.support_capacity == room
-    assert [given.micro_batch(rank).support.ids.size for rank in range(2)] == [room, room]
-
-
 class Policy:
     version = 4
 
