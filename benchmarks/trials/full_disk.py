@@ -1,6 +1,6 @@
 """A run whose disk is full at some moment: exit code 3, one line, and a resume that ends with the same bits.
 
-    python -m benchmarks.trials.full_disk --kib 40 1100 1250 1300
+    python -m benchmarks.trials.full_disk --kib 40 1250 1600 1900
 
 The run folder lies on a file system of its own in memory (`mount -t tmpfs`, which takes the rights of root), of each size
 in turn: the first has no room for the first checkpoint, the others end in a later one or in a log. Then the disk grows,
@@ -79,7 +79,7 @@ def row(kib: int, place: Path, cache: Path, wanted: dict[str, tuple]) -> str:
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kib", type=int, nargs="+", default=[40, 1100, 1250, 1300], help="sizes of the disk")
+    parser.add_argument("--kib", type=int, nargs="+", default=[40, 1250, 1600, 1900], help="sizes of the disk")
     parser.add_argument("--out", type=Path, help="Markdown file for the result")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
