@@ -16,26 +16,22 @@ from experiments.experience.own_source import OwnSource
 from experiments.experience.prompts import PromptStream
 from experiments.experience.rollouts import Rollouts
 from experiments.experience.stored import read_documents
-from experiments.experience.worked_examples import WorkedExamples
 from experiments.learner.learner import Learner
 from experiments.learner.model_source import ModelSource
 from experiments.learner.objectives import CrossEntropy, PolicyObjective
 from experiments.loop.evaluation import AnswerEvaluation
 from experiments.loop.feed import DocumentFeed
 from experiments.loop.inference import Inference, make_inference
-from experiments.loop.phase import Measured, Phase
 from experiments.loop.supervised import SupervisedFile
 from experiments.models.attention import AttentionRun
 from experiments.models.dtype_choice import capability_of
 from experiments.models.mesh import document_axis
-from experiments.runs.console import SUPERVISED_COLUMNS
 from experiments.sampling.policy import SamplerPolicy, Shape
 from experiments.tasks import Rewards, Task
 from jaxlogp.errors import EngineUnavailable, require
 from jaxlogp.head import HeadRun
 from jaxlogp.policy.documents import SAMPLER_COLUMN
 
-CHECK_PROMPTS = 512
 MINIBATCHES = 3
 """Added to the seed of a run: the seed of the order of documents in several passes over a rollout."""
 SELECTION = 5
@@ -98,38 +94,6 @@ class Setup(Inference):
     @property
     def warms_up(self) -> bool:
         return bool(self.config.warm_start.max_steps)
-
-    def warm_start(self) -> Phase:
-        """Returns the phase that learns worked examples until enough of sampled answers are right.
-
-        It has its own optimizer. The learner gives its parameters away to it; `Learner.begin` takes them back.
-        """
-        options, seed, task, evaluation = self.config.warm_start, self.config.seed, self.task, self.evaluation
-        assert not isinstance(task, SupervisedFile) and isinstance(evaluation, AnswerEvaluation), "answers are rewarded"
-        packing = replace(self.learner.packing, columns=(), support_capacity=None)
-        params = self.learner.release()
-        learner = Learner(self.backend, CrossEntropy(), options.optimizer(), packing, params)
-        examples = WorkedExamples(PromptStream(task, seed + 1, None), self.sizes.prompt, options.batch_size)
-        setup = replace(self, learner=learner, source=examples)
-        checks = PromptStream(task, seed + 2, None).take(CHECK_PROMPTS)
-
-        def evaluate(step: int) -> Measured:
-            right = evaluation.exact_match_on(checks, setup.policy_of(setup.params), step)
-            return Measured(right, {"exact_match": right}, [])
-
-        return Phase(
-            "warm_start",
-            "warm start",
-            setup,
-            DocumentFeed(examples, packing, 0, exact=self.config.invariant, rescore=False),
-            options.max_steps or 0,
-            evaluate,
-            options.check_every,
-            evaluates_ends=False,
-            is_reached=lambda right: right >= options.target,
-            columns=SUPERVISED_COLUMNS,
-            rows=10,
-        )
 
 
 def assemble(

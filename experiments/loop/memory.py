@@ -13,8 +13,9 @@ from flax import nnx
 
 from experiments.compilation_cache import cache_report
 from experiments.config import Config, is_changeable
-from experiments.loop.assemble import CHECK_PROMPTS, Setup
+from experiments.loop.assemble import Setup
 from experiments.loop.loop import Progress
+from experiments.loop.phase import CHECK_PROMPTS
 from experiments.models.lora import trained_part
 from experiments.models.mesh import parse_mesh
 from experiments.models.placement import bytes_a_device, bytes_of_process, total_bytes

@@ -1,15 +1,22 @@
 """The phases of a run: a warm start on worked examples, and the training itself."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+from experiments.experience.prompts import PromptStream
 from experiments.experience.scoring import Sample
+from experiments.experience.worked_examples import WorkedExamples
+from experiments.learner.learner import Learner
+from experiments.learner.objectives import CrossEntropy
+from experiments.loop.assemble import Setup
+from experiments.loop.evaluation import AnswerEvaluation
 from experiments.loop.feed import DocumentFeed
+from experiments.loop.supervised import SupervisedFile
 from experiments.runs.console import ROWS, STEP_COLUMNS, SUPERVISED_COLUMNS, Column
 
-if TYPE_CHECKING:
-    from experiments.loop.assemble import Setup
+CHECK_PROMPTS = 512
+"""Prompts on which a warm start is checked."""
 
 
 class Measured(NamedTuple):
@@ -29,7 +36,7 @@ class Phase:
 
     name: str
     label: str
-    setup: "Setup"
+    setup: Setup
     feed: DocumentFeed
     steps: int
     evaluate: Callable[[int], Measured]
@@ -48,7 +55,7 @@ class Phase:
         return f"step {step}" if self.name == "train" else f"step {step} of the warm start"
 
 
-def training_phase(setup: "Setup") -> Phase:
+def training_phase(setup: Setup) -> Phase:
     """Returns the phase that trains on the run's own source, evaluated on what is held out."""
     config = setup.config
 
@@ -71,4 +78,38 @@ def training_phase(setup: "Setup") -> Phase:
         config.evaluation.every,
         config.drift.every,
         columns=SUPERVISED_COLUMNS if config.supervised else STEP_COLUMNS,
+    )
+
+
+def warm_start_phase(trained: Setup) -> Phase:
+    """Returns the phase that learns worked examples until enough of sampled answers are right.
+
+    It has its own optimizer. The learner of the run gives its parameters away to it; `Learner.begin` takes them back.
+    """
+    config, task, evaluation = trained.config, trained.task, trained.evaluation
+    assert not isinstance(task, SupervisedFile) and isinstance(evaluation, AnswerEvaluation), "answers are rewarded"
+    options, seed = config.warm_start, config.seed
+    packing = replace(trained.learner.packing, columns=(), support_capacity=None)
+    params = trained.learner.release()
+    learner = Learner(trained.backend, CrossEntropy(), options.optimizer(), packing, params)
+    examples = WorkedExamples(PromptStream(task, seed + 1, None), trained.sizes.prompt, options.batch_size)
+    setup = replace(trained, learner=learner, source=examples)
+    checks = PromptStream(task, seed + 2, None).take(CHECK_PROMPTS)
+
+    def evaluate(step: int) -> Measured:
+        right = evaluation.exact_match_on(checks, setup.policy_of(setup.params), step)
+        return Measured(right, {"exact_match": right}, [])
+
+    return Phase(
+        "warm_start",
+        "warm start",
+        setup,
+        DocumentFeed(examples, packing, 0, exact=config.invariant, rescore=False),
+        options.max_steps or 0,
+        evaluate,
+        options.check_every,
+        evaluates_ends=False,
+        is_reached=lambda right: right >= options.target,
+        columns=SUPERVISED_COLUMNS,
+        rows=10,
     )

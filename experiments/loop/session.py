@@ -7,7 +7,7 @@ from typing import Protocol
 from experiments.config import Config, identity_options
 from experiments.loop.assemble import Setup
 from experiments.loop.loop import Loop, Outcome, Progress, resume_hint
-from experiments.loop.phase import Phase, training_phase
+from experiments.loop.phase import Phase, training_phase, warm_start_phase
 from experiments.models.mesh import parse_mesh
 from experiments.processes import processes
 from experiments.runs.config_file import load_config
@@ -91,7 +91,7 @@ class _Session:
 
     def _warm_start(self) -> None:
         self.writer.enter(self.folder.warm_start)
-        phase = self.setup.warm_start()
+        phase = warm_start_phase(self.setup)
         loop = self._loop(phase)
         if self.resumption is not None and self.writer.begun:
             loop.restore()

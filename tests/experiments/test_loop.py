@@ -193,6 +193,13 @@ def evaluations(folder):
     return [record["step"] for record in read_metrics(folder.metrics).records if record["kind"] == "eval"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def warm_start_that_counts():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "warm_start_phase", Run.warm_start)
+        yield
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     trainer, folder, run = start(tmp_path_factory.mktemp("whole"))
