@@ -13,7 +13,7 @@ from experiments.learner.backend import GivesParams
 from experiments.learner.model_source import ModelSource
 from experiments.learner.objectives import Objective
 from experiments.learner.replicas import Replicas
-from experiments.models.mesh import TENSOR_AXIS
+from experiments.models.mesh import TENSOR_AXIS, num_ranks
 from experiments.models.placement import on_device
 from experiments.models.sharding import on_one_device
 from experiments.sampling.options import SamplingOptions
@@ -37,7 +37,7 @@ class InvariantBackend(GivesParams):
         self.mesh, self.leaf_rows = mesh, options.leaf_rows
         dtype = "float32" if decoder.fp32_head else decoder.dtype
         self._order = options.order(decoder.vocab_size, dtype)
-        self._rollout_mesh = rollout_mesh
+        self._rollout_mesh, self.rollout_ranks = rollout_mesh, num_ranks(rollout_mesh)
         expected = f"tensor ranks that divide the {self._order.granules} granules of the vocabulary, with --invariant"
         for option, mesh in (("--mesh", self.mesh), ("--rollout.mesh", self._rollout_mesh)):
             require(self._order.granules % mesh.shape[TENSOR_AXIS] == 0, option, expected, mesh.shape[TENSOR_AXIS])

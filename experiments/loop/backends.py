@@ -4,6 +4,7 @@ import contextlib
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from experiments.config import Config
@@ -13,7 +14,7 @@ from experiments.learner.gradients import GspmdGradients
 from experiments.learner.model_source import ModelSource
 from experiments.learner.objectives import Objective
 from experiments.learner.replicas import Replicas
-from experiments.models.mesh import TENSOR_AXIS, make_mesh, parse_mesh
+from experiments.models.mesh import TENSOR_AXIS, make_mesh, num_ranks, parse_mesh
 from experiments.models.placement import placed
 from experiments.models.sharding import parameter_shardings, place_parameters
 from experiments.options import option_errors
@@ -24,18 +25,23 @@ from experiments.sampling.sample_token import CompletionRule
 from experiments.sampling.sampler import SampledModel, Sampler
 from jaxlogp.head.registry import default_shards
 
+MOST_WHOLE = 8 * 2**30
+"""Largest bytes of a model, in the activations' dtype, of which every tensor rank has all while it draws rows of its own."""
+
 
 class RunBackend(Backend, Protocol):
     """A way to compute the same run, on the device `mesh` of the training.
 
     `sampled_frozen` is what is not trained, on the mesh of rollouts. `leaf_rows` are rows of a micro-batch with one document
-    each; None where documents share rows. `sampler` says how completions are drawn, and why so.
+    each; None where documents share rows. `sampler` says how completions are drawn, and why so; `rollout_ranks` are the
+    ranks that draw rows of their own.
     """
 
     mesh: jax.sharding.Mesh
     sampled_frozen: nnx.State
     leaf_rows: int | None
     sampler: str
+    rollout_ranks: int
 
     def make_sampler(self, options: SamplingOptions, row_length: int) -> Sampler:
         """Makes a sampler for rows of so many tokens. `options` have a temperature, and no stop texts."""
@@ -49,19 +55,25 @@ class GspmdBackend(GivesParams):
     def __init__(self, config: Config, model: ModelSource) -> None:
         self.mesh, self._tokenizer = make_mesh(parse_mesh(config.mesh)), model.tokenizer
         self.replicas = Replicas(self.mesh)
-        rollouts = rollout_mesh(config, self.mesh)
         self._engine, self._accumulate = config.loss.head_engine(), config.schedule.accumulate
         with option_errors("loss"):
             self.vocab = default_shards(self._engine, model.vocab_size, self.mesh.shape[TENSOR_AXIS])
         self._cached = model.decoder is not None
         self.sampler = "whole rows for every token: the model has no cache"
-        if model.decoder is not None:
-            run = model.decoder.cached_attention_run(rollouts)
-            self.sampler = f"a cache, attention {run.implementation} ({run.reason})"
         # Adapters are of projections.
         self._frozen_head = model.decoder is not None and model.decoder.lora.rank > 0
         parts = model.parts(lambda state: parameter_shardings(state, self.mesh), self.mesh)
         self._graph, self._params, self.frozen = parts
+        dtype = jnp.dtype(model.decoder.dtype if model.decoder is not None else "float32")
+        numbers = sum(leaf.size for leaf in jax.tree.leaves((self._params, self.frozen)))
+        whole = model.decoder is not None and numbers * dtype.itemsize <= MOST_WHOLE
+        rollouts = rollout_mesh(config, self.mesh, keep_tensor=not whole)
+        self.rollout_ranks = num_ranks(rollouts)
+        if model.decoder is not None:
+            run = model.decoder.cached_attention_run(rollouts)
+            self.sampler = f"a cache, attention {run.implementation} ({run.reason})"
+            if config.rollout.mesh is None and rollouts.shape[TENSOR_AXIS] < self.mesh.shape[TENSOR_AXIS]:
+                self.sampler += "; tensor ranks draw rows of their own (--rollout.mesh names another mesh)"
         with option_errors("rollout") if config.rollout.mesh is not None else contextlib.nullcontext():
             places = [parameter_shardings(state, rollouts) for state in (self._params, self.frozen)]
         apart = rollouts != self.mesh
@@ -83,11 +95,12 @@ class GspmdBackend(GivesParams):
         return kind(self._sampled, CompletionRule(options, self._tokenizer.eos_ids, self._tokenizer.pad_id))
 
 
-def rollout_mesh(config: Config, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
-    """Returns the mesh of the rollouts: that of the training if no other is named, with rows in place of parts of rows."""
+def rollout_mesh(config: Config, mesh: jax.sharding.Mesh, *, keep_tensor: bool) -> jax.sharding.Mesh:
+    """Returns the mesh of the rollouts: if none is named, that of the training as `MeshSpec.of_rollouts` has it."""
     if config.rollout.mesh is None:
-        spec = parse_mesh(config.mesh)
-        return mesh if spec.sequence == 1 else make_mesh(spec.of_rollouts)
+        trained = parse_mesh(config.mesh)
+        spec = trained.of_rollouts(keep_tensor=keep_tensor)
+        return mesh if spec == trained else make_mesh(spec)
     with option_errors("rollout"):
         return make_mesh(parse_mesh(config.rollout.mesh))
 
@@ -97,4 +110,5 @@ def make_backend(config: Config, model: ModelSource) -> RunBackend:
         return GspmdBackend(config, model)
     mesh = make_mesh(parse_mesh(config.mesh))
     small = config.model.has_task_vocabulary
-    return InvariantBackend(model, mesh, rollout_mesh(config, mesh), config.invariance, small_vocabulary=small)
+    rollouts = rollout_mesh(config, mesh, keep_tensor=True)
+    return InvariantBackend(model, mesh, rollouts, config.invariance, small_vocabulary=small)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from experiments.config import Config, validate
+from experiments.config import Config, RolloutConfig, validate
 from experiments.experience.prompts import LengthLimits, length_limits
 from experiments.learner.model_source import ModelSource
 from experiments.learner.objectives import CrossEntropy
@@ -18,7 +18,6 @@ from experiments.loop.backends import RunBackend, make_backend
 from experiments.loop.evaluation import AnswerEvaluation, Evaluation
 from experiments.loop.find_model import find_model
 from experiments.loop.supervised import LossEvaluation, SupervisedFile, find_task
-from experiments.models.mesh import parse_mesh
 from experiments.models.tokenizer import Tokenizer
 from experiments.sampling.options import SamplingOptions
 from experiments.sampling.policy import SamplerPolicy, Samplers
@@ -85,7 +84,8 @@ def make_inference(
     else:
         rewards = config.reward.rewards(task) if rewards is None else rewards
         sizes = length_limits(task, tokenizer, config.rollout, config.schedule, mesh, backend.leaf_rows)
-        rows = _rows_of_evaluation(config) if model.decoder is not None and not config.invariant else None
+        refills = model.decoder is not None and not config.invariant
+        rows = _rows_of_evaluation(config.rollout, backend.rollout_ranks) if refills else None
         options = SamplingOptions(sizes.completion, temperature=1.0, stop=config.rollout.stop, rows=rows)
         evaluation = AnswerEvaluation(task, rewards, config.evaluation.num_prompts, sizes.prompt, options)
     shapes = mesh.ranks, sizes.rows, sizes.row, model.vocab_size, tokenizer.pad_id
@@ -102,8 +102,6 @@ def make_inference(
     )
 
 
-def _rows_of_evaluation(config: Config) -> int:
+def _rows_of_evaluation(rollout: RolloutConfig, ranks: int) -> int:
     """Returns how many completions a rank draws at a time: as many as in a rollout, so that it takes no more memory."""
-    rollout = config.rollout
-    ranks = parse_mesh(rollout.mesh or config.mesh).of_rollouts.ranks
     return rollout.rows or math.ceil(rollout.prompts_per_rollout * rollout.num_generations / ranks)

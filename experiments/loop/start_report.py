@@ -128,7 +128,8 @@ def _cache_slots(config: Config, task: Task, model: ModelSource, held_out: int) 
     sizes = length_limits(task, model.tokenizer, config.rollout, config.schedule, parse_mesh(config.mesh))
     rollout = config.rollout
     completions = rollout.prompts_per_rollout * rollout.num_generations
-    rows = min(completions, (rollout.rows or completions) * parse_mesh(rollout.mesh or config.mesh).of_rollouts.ranks)
+    ranks = parse_mesh(rollout.mesh or config.mesh).of_rollouts(keep_tensor=True).ranks
+    rows = min(completions, (rollout.rows or completions) * ranks)
     return max(rollout.prompts_per_rollout, held_out) * sizes.prompt + rows * sizes.completion
 
 

@@ -61,10 +61,14 @@ class MeshSpec:
     def ranks(self) -> int:
         return self.data * self.fsdp
 
-    @property
-    def of_rollouts(self) -> "MeshSpec":
-        """The same devices for rollouts, which have one token of a row at a time: sequence ranks take rows of their own."""
-        return replace(self, fsdp=self.fsdp * self.sequence, sequence=1)
+    def of_rollouts(self, *, keep_tensor: bool) -> "MeshSpec":
+        """Returns the same devices for rollouts, which have one token of a row at a time.
+
+        Sequence ranks take rows of their own. So do tensor ranks, unless they are kept: each then has all matrices for as
+        long as it draws, and sends nothing between two tokens.
+        """
+        apart = 1 if keep_tensor else self.tensor
+        return replace(self, fsdp=self.fsdp * self.sequence * apart, sequence=1, tensor=self.tensor // apart)
 
     def __str__(self) -> str:
         return ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))

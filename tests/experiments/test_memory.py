@@ -107,8 +107,6 @@ def test_a_program_compiled_for_its_memory_is_the_one_that_runs(caplog):
 
 @pytest.mark.parametrize("mesh", ["", "data=2", "data=2,tensor=2"])
 def test_a_rollout_takes_its_cache_and_little_else(mesh):
-    if "tensor" in mesh and jax.__version_info__[:2] < (0, 11):
-        pytest.skip("with one key-value head on a device, JAX 0.10 copies the cache")
     rollout = {"num_generations": 8, "max_new_tokens": 64}
     setup = assemble(tiny("unused", "unused", mesh=mesh, rollout=rollout, schedule={"row_length": 128}))
     decoder, sizes, prompts = setup.model.decoder, setup.sizes, setup.config.rollout.prompts_per_rollout

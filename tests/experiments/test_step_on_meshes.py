@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from experiments.loop import backends
 from experiments.loop.assemble import assemble
 from experiments.loop.loop import take_step
 from experiments.models.mesh import parse_mesh
@@ -150,6 +151,21 @@ def test_a_table_whose_rows_the_ranks_do_not_divide_is_split_by_features():
     assert not [shape for _, shape in found if re.match(r"f32\[2[45],40\]", shape)]
     with pytest.raises(ValueError, match="^mesh: expected tensor ranks that divide the 24 rows or the 40 features of"):
         setup_on("tensor=7")
+
+
+def test_tensor_ranks_draw_rows_of_their_own_where_each_may_have_all_matrices(monkeypatch):
+    def drawing(**changes):
+        setup = setup_on("data=2,tensor=2", **changes)
+        assert setup.evaluation.shape.options.rows == 64 // setup.backend.rollout_ranks
+        return setup.backend.rollout_ranks, "tensor ranks draw rows of their own" in setup.backend.sampler
+
+    assert drawing() == (4, True)
+    assert drawing(rollout={"mesh": "data=2,tensor=2"}) == (2, False)
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(setup_on("").params))
+    monkeypatch.setattr(backends, "MOST_WHOLE", 4 * numbers)
+    assert drawing() == (4, True)
+    monkeypatch.setattr(backends, "MOST_WHOLE", 4 * numbers - 1)
+    assert drawing() == (2, False)
 
 
 def test_the_rest_of_the_devices():
