@@ -16,15 +16,6 @@ from jaxlogp._reduce import WeightedSum
 from jaxlogp._stats import TokenLogProbs
 from jaxlogp._vocab import VocabShards
 from jaxlogp.errors import EngineUnavailable, describe, require
-from jaxlogp.head.api import (
-    cotangents_of,
-    differentiable_once,
-    head_values,
-    one_program,
-    operands_of,
-    owned_gradients,
-    refuse_derivative,
-)
 from jaxlogp.head.call import (
     HeadCall,
     HeadGradients,
@@ -37,6 +28,15 @@ from jaxlogp.head.engine import Engine
 from jaxlogp.head.projection import HeadSpec, product_gradient
 from jaxlogp.head.registry import EngineChoice, HeadRun, choose_engine, report
 from jaxlogp.head.support.ids import Support, mask_by_support
+from jaxlogp.head.values import (
+    cotangents_of,
+    differentiable_once,
+    head_values,
+    one_program,
+    operands_of,
+    owned_gradients,
+    refuse_derivative,
+)
 from jaxlogp.losses import LossTokens, PolicyLoss, grpo, weighted_losses
 from jaxlogp.losses import loss_tokens as make_loss_tokens
 from jaxlogp.losses.inputs import labels_of
