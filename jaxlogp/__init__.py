@@ -30,9 +30,8 @@ from jaxlogp._reduce import (
 )
 from jaxlogp._stats import TokenLogProbs
 from jaxlogp._vocab import VocabShards
-from jaxlogp.head.api import head_logits, linear_log_probs
-from jaxlogp.head.policy_loss import linear_policy_loss
-from jaxlogp.head.sharded import sharded_linear_log_probs, sharded_linear_policy_loss
+from jaxlogp.head.api import head_logits, linear_log_probs, sharded_linear_log_probs
+from jaxlogp.head.policy_loss import linear_policy_loss, sharded_linear_policy_loss
 from jaxlogp.head.support.ids import Support
 from jaxlogp.invariance.check import InvarianceReport, check_invariance
 from jaxlogp.invariance.drift import DriftReport, drift_report

@@ -1,18 +1,30 @@
-"""Log-probs and entropies straight from hidden states and head weight: ``linear_log_probs``, ``head_logits`` and
-``skipped_tiles``.
+"""Log-probs and entropies straight from hidden states and head weight, on a rank or on arrays over a mesh; also
+``head_logits`` and ``skipped_tiles``.
 """
 
+from typing import Any
+
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlogp._arrays import as_int32
 from jaxlogp._compat import AxisName, automatic_axes, leading_spec
 from jaxlogp._reduce import WeightedSum
 from jaxlogp._stats import TokenLogProbs
+from jaxlogp._targets import check_targets
 from jaxlogp._vocab import VocabShards
 from jaxlogp.errors import describe, require
 from jaxlogp.head.call import HeadWeight, check_operands, head_call
 from jaxlogp.head.engine import Engine
+from jaxlogp.head.over_mesh import (
+    Layout,
+    known_layout,
+    layout_of,
+    run_over_mesh,
+    support_arrays,
+    warn_of_unknown_layout,
+)
 from jaxlogp.head.projection import HeadSpec
 from jaxlogp.head.reference import materialised_logits
 from jaxlogp.head.registry import EngineChoice, HeadRun, choose_engine, report
@@ -124,8 +136,6 @@ def linear_log_probs(
         head); Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024; Korthikanti et al., Reducing
         Activation Recomputation in Large Transformer Models, 2022 (sequence parallelism).
     """
-    from jaxlogp.head import sharded  # it imports this module
-
     spec = HeadSpec(temperature, logit_scale, softcap, fp32_head)
     layout = {"axis_name": axis_name, "vocab": vocab, "weight_layout": weight_layout, "sequence_dim": sequence_dim}
     layout |= {"out_of_vocab": out_of_vocab, "with_entropy": with_entropy, "frozen": frozen_head}
@@ -140,16 +150,77 @@ def linear_log_probs(
 
     check_operands(hidden, weight, bias, weight_layout)
     unsharded = axis_name is None and vocab is None and sequence_dim is None
-    mesh = sharded.known_layout(hidden, weight, weight_layout, engine) if unsharded else None
+    mesh = known_layout(hidden, weight, weight_layout, engine) if unsharded else None
     if mesh is not None:
         options = {"with_entropy": with_entropy, "with_lse": with_lse, "out_of_vocab": out_of_vocab, "engine": engine}
         options |= {"weight_layout": weight_layout, "frozen_head": frozen_head, **spec.keywords(), **mesh}
         arrays = {"mask": mask, "bias": bias, "support": support}
-        return sharded.sharded_linear_log_probs(hidden, weight, targets, **arrays, **options)
+        return sharded_linear_log_probs(hidden, weight, targets, **arrays, **options)
     if unsharded:
-        sharded.warn_of_unknown_layout("linear_log_probs", hidden, weight, stacklevel=3)
+        warn_of_unknown_layout("linear_log_probs", hidden, weight, stacklevel=3)
     specs = leading_spec(hidden, hidden.ndim - 1)
     return automatic_axes(run, hidden, weight, bias, targets, mask, support, out_specs=specs)
+
+
+def sharded_linear_log_probs(
+    hidden: Float[Array, "*tokens hidden"],
+    weight: HeadWeight,
+    targets: Int[Array, "*tokens"],
+    mask: Bool[Array, "*tokens"] | None = None,
+    *,
+    mesh: Mesh,
+    vocab_axis: str = "tensor",
+    token_axes: tuple[str, ...] = ("data",),
+    weight_axis: str | None = None,
+    vocab: VocabShards | None = None,
+    bias: Float[Array, " vocab"] | None = None,
+    support: Support | None = None,
+    **options: Any,
+) -> TokenLogProbs:
+    """Runs :func:`linear_log_probs` on global arrays, in a ``shard_map`` over ``mesh``, as one program.
+
+    Compiled once for each combination of shapes and options, also outside ``jax.jit``.
+
+    Args:
+        hidden: [*tokens, H], first dimension split over ``token_axes``; with ``sequence_dim`` that dimension is split over
+            ``vocab_axis`` as well.
+        weight: [V, H] ([H, V] with ``weight_layout="hv"``), the whole weight, with V split over ``vocab_axis``. Unequal
+            shards are padded to one width first, which copies each rank's rows; see :meth:`VocabShards.shard_rows`.
+        targets: [*tokens], integer token ids.
+        mask: [*tokens], bool, or None.
+        mesh: the device mesh; Explicit and Auto axes both work.
+        vocab_axis: mesh axis that shards the vocabulary.
+        token_axes: mesh axes that shard the first token dimension; () for none.
+        weight_axis: one of token_axes, over which H is split as well (FSDP style), or None. Inside the ``shard_map`` the
+            weight is gathered over it and its gradient scattered back.
+        vocab: the shards; None for ``VocabShards.aligned``, or those that the order of engine "fixed_order" requires.
+        bias: [V] or None.
+        support: the ids that each token was drawn from, of all tokens, or None.
+        **options: further keyword arguments of :func:`linear_log_probs`, except ``axis_name``.
+
+    Returns:
+        TokenLogProbs of global arrays [*tokens].
+
+    Raises:
+        ValueError: if ``mesh`` lacks an axis or does not divide a size, or linear_log_probs refuses an argument.
+
+    Example:
+        >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"))
+        >>> hidden, weight = jax.numpy.ones((2, 4)), jax.numpy.zeros((8, 4))
+        >>> result = sharded_linear_log_probs(hidden, weight, jax.numpy.array([1, 2]), mesh=mesh)
+        >>> [round(x, 4) for x in result.log_probs.tolist()]
+        [-2.0794, -2.0794]
+    """
+    layout = layout_of(hidden, weight, bias, mesh, vocab_axis, token_axes, weight_axis, options)
+    out_of_vocab = options.get("out_of_vocab", "error")
+    check_targets(targets, mask, hidden.shape[:-1], weight.shape[layout.vocab_dim], out_of_vocab)
+    arrays = {"targets": as_int32(targets), "mask": mask}
+    arrays |= support_arrays(support, targets, mask, weight.shape[layout.vocab_dim])
+    return run_over_mesh(_of_rank, layout.tokens, layout, (hidden, weight, bias), arrays, vocab, options)
+
+
+def _of_rank(layout: Layout, hidden: Array, weight: Array, **given: Any) -> TokenLogProbs:
+    return linear_log_probs(hidden, weight, **given)
 
 
 def head_logits(

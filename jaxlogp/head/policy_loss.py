@@ -1,48 +1,38 @@
 """Policy losses of linear log-probs whose gradient is computed in the forward pass: ``linear_policy_loss``."""
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlogp._arrays import AnyArray, refuse_gradient
-from jaxlogp._compat import AxisName, automatic_axes, leading_spec, require_checked_axes
+from jaxlogp._arrays import AnyArray, as_int32, refuse_gradient
+from jaxlogp._compat import AxisName, automatic_axes, leading_spec
 from jaxlogp._reduce import WeightedSum
 from jaxlogp._stats import TokenLogProbs
+from jaxlogp._targets import check_targets
 from jaxlogp._vocab import VocabShards
-from jaxlogp.errors import EngineUnavailable, describe, require
-from jaxlogp.head.call import (
-    HeadCall,
-    HeadGradients,
-    HeadWeight,
-    check_operands,
-    head_call,
-    scaled_cotangents,
+from jaxlogp.errors import describe, require
+from jaxlogp.head.call import HeadCall, HeadWeight, check_operands, head_call
+from jaxlogp.head.loss_sum import loss_and_values
+from jaxlogp.head.over_mesh import (
+    Layout,
+    known_layout,
+    layout_of,
+    run_over_mesh,
+    support_arrays,
+    warn_of_unknown_layout,
 )
-from jaxlogp.head.engine import Engine
-from jaxlogp.head.projection import HeadSpec, product_gradient
-from jaxlogp.head.registry import EngineChoice, HeadRun, choose_engine, report
+from jaxlogp.head.projection import HeadSpec
+from jaxlogp.head.registry import EngineChoice
 from jaxlogp.head.support.ids import Support, mask_by_support
-from jaxlogp.head.values import (
-    cotangents_of,
-    differentiable_once,
-    head_values,
-    one_program,
-    operands_of,
-    owned_gradients,
-    refuse_derivative,
-)
-from jaxlogp.losses import LossTokens, PolicyLoss, grpo, weighted_losses
+from jaxlogp.losses import LossTokens, PolicyLoss, grpo
 from jaxlogp.losses import loss_tokens as make_loss_tokens
 from jaxlogp.losses.inputs import labels_of
 from jaxlogp.losses.options import suggest_options
-
-ONE_PASS, KNOWN_LSE, TWO_STEPS = "in one pass", "from the known log-sum-exp", "in two steps"
 
 
 @suggest_options()
@@ -156,8 +146,6 @@ def linear_policy_loss(
     References:
         Hsu et al., Liger Kernel, 2024 (gradients in the forward pass); the presets of ``jaxlogp.losses``.
     """
-    from jaxlogp.head import sharded  # it imports this module
-
     loss = grpo() if loss is None else loss
     spec = HeadSpec(temperature, logit_scale, softcap, fp32_head)
     layout = {"axis_name": axis_name, "vocab": vocab, "weight_layout": weight_layout, "out_of_vocab": out_of_vocab}
@@ -177,7 +165,7 @@ def linear_policy_loss(
         call = head_call(
             hidden, weight, bias, targets, mask, spec, with_entropy=wants_entropy, support=support, **layout
         )
-        total, count, values = _evaluate(loss, call, tokens_of, _checked_lse(lse, call, targets.shape), engine)
+        total, count, values = loss_and_values(loss, call, tokens_of, _checked_lse(lse, call, targets.shape), engine)
         values = values if with_lse else values._replace(lse=None)
         values = TokenLogProbs(*map(_constant_value, TokenLogProbs._fields, values))
         values = jax.tree.map(lambda x: x.reshape(targets.shape), values)
@@ -188,7 +176,7 @@ def linear_policy_loss(
     require(not missing, "old_log_probs", "the log-probs that lse belongs to", None)
     of_step = {"labels_per_document": labels_per_document, "mean_weight": mean_weight, "entropy_scale": entropy_scale}
     unsharded = (axis_name, vocab, sequence_dim, document_axis_name) == (None,) * 4
-    mesh = sharded.known_layout(hidden, weight, weight_layout, engine) if unsharded else None
+    mesh = known_layout(hidden, weight, weight_layout, engine) if unsharded else None
     if mesh is not None:
         options = {"with_entropy": with_entropy, "with_lse": with_lse, "out_of_vocab": out_of_vocab, "engine": engine}
         options |= {"weight_layout": weight_layout, "frozen_head": frozen_head, **spec.keywords(), **mesh}
@@ -196,10 +184,10 @@ def linear_policy_loss(
         options |= {"document_ids": document_ids, "num_documents": num_documents}
         options |= {"support": support, **of_step}
         arguments = hidden, weight, targets, old_log_probs, advantages, mask
-        return sharded.sharded_linear_policy_loss(*arguments, loss=loss, lse=lse, bias=bias, **options)
+        return sharded_linear_policy_loss(*arguments, loss=loss, lse=lse, bias=bias, **options)
     if unsharded:
         # The caller's frame lies beyond that of the decorator.
-        sharded.warn_of_unknown_layout("linear_policy_loss", hidden, weight, stacklevel=4)
+        warn_of_unknown_layout("linear_policy_loss", hidden, weight, stacklevel=4)
     given = {"old_log_probs": old_log_probs, "advantages": advantages, "ref_log_probs": ref_log_probs}
     given |= {"sampler_log_probs": sampler_log_probs, "penalized": penalized}
     if isinstance(num_documents, int | np.integer):
@@ -210,6 +198,112 @@ def linear_policy_loss(
     given |= {"document_ids": document_ids, **of_step}
     specs = PartitionSpec(), leading_spec(hidden, hidden.ndim - 1)
     return automatic_axes(run, hidden, weight, bias, targets, mask, support, lse, given, out_specs=specs)
+
+
+def sharded_linear_policy_loss(
+    hidden: Float[Array, "*tokens hidden"],
+    weight: HeadWeight,
+    targets: Int[AnyArray, "*tokens"],
+    old_log_probs: Float[AnyArray, "*tokens"] | None,
+    advantages: Float[AnyArray, "*rows"],
+    mask: Bool[AnyArray, "*tokens"] | None = None,
+    *,
+    mesh: Mesh,
+    vocab_axis: str = "tensor",
+    token_axes: tuple[str, ...] = ("data",),
+    weight_axis: str | None = None,
+    vocab: VocabShards | None = None,
+    sampler_log_probs: Float[AnyArray, "*tokens"] | None = None,
+    loss: PolicyLoss | None = None,
+    ref_log_probs: Float[AnyArray, "*tokens"] | None = None,
+    penalized: Bool[AnyArray, "*tokens"] | None = None,
+    document_ids: Int[AnyArray, "*tokens"] | None = None,
+    num_documents: int | np.integer | Int[AnyArray, ""] | None = None,
+    labels_per_document: float | np.floating | Float[AnyArray, ""] | None = None,
+    mean_weight: float | np.floating | Float[AnyArray, ""] | None = None,
+    entropy_scale: float | np.floating | Float[AnyArray, ""] | None = None,
+    lse: Float[AnyArray, "*tokens"] | None = None,
+    bias: Float[Array, " vocab"] | None = None,
+    support: Support | None = None,
+    **options: Any,
+) -> tuple[WeightedSum, TokenLogProbs]:
+    """Runs :func:`linear_policy_loss` on global arrays, in a ``shard_map`` over ``mesh``, as one program.
+
+    The result is that of ``linear_policy_loss`` on one device: the sum over all tokens, psums done. Documents may be
+    split over the mesh anywhere.
+
+    Args:
+        hidden: [*tokens, H], split as in :func:`sharded_linear_log_probs`.
+        weight: [V, H] or [H, V], split as in :func:`sharded_linear_log_probs`.
+        targets: [*tokens], integer token ids.
+        old_log_probs: [*tokens], log-probs of the targets under the old policy, in nats; None on policy.
+        advantages: [*tokens]; or [B] or [B, 1], one per row of [B, T].
+        mask: [*tokens], True where the target is a label; None makes every token a label.
+        mesh: the device mesh; Explicit and Auto axes both work.
+        vocab_axis: mesh axis that shards the vocabulary.
+        token_axes: mesh axes that shard the first token dimension; () for none.
+        weight_axis: one of token_axes, over which H is split, or None.
+        vocab: the shards, or None, as in :func:`sharded_linear_log_probs`.
+        sampler_log_probs: [*tokens], log-probs of the targets under the sampler, in nats, or None for old_log_probs.
+        loss: the loss; None for ``jaxlogp.losses.grpo()``.
+        ref_log_probs: [*tokens], log-probs of the targets under the reference, in nats, or None.
+        penalized: bool [*tokens], True for labels whose drift is penalized, or None.
+        document_ids: [*tokens], ids of documents of the whole arrays; None for the rows of [B, T].
+        num_documents: number of documents of the whole arrays; None along with document_ids.
+        labels_per_document: labels of the whole step divided by its documents, as in :func:`jaxlogp.policy_loss`.
+        mean_weight: mean of the correction's weights over the whole step, as in :func:`jaxlogp.policy_loss`.
+        entropy_scale: factor of the entropy coefficient, as in :func:`jaxlogp.policy_loss`.
+        lse: [*tokens] or None, as in :func:`linear_policy_loss`.
+        bias: [V] or None.
+        support: the ids that each token was drawn from, of all tokens, or None.
+        **options: further keyword arguments of :func:`linear_policy_loss`, except ``axis_name`` and ``document_axis_name``.
+
+    Returns:
+        (WeightedSum of all tokens, TokenLogProbs of global arrays [*tokens]).
+
+    Raises:
+        ValueError: if ``mesh`` lacks an axis or does not divide a size, or linear_policy_loss refuses an argument.
+
+    Example:
+        >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"))
+        >>> hidden, weight, ones = jax.numpy.ones((2, 4)), jax.numpy.zeros((8, 4)), jax.numpy.ones(2)
+        >>> given = jax.numpy.array([1, 2]), ones * -2.0794415, ones, ones > 0
+        >>> round(float(sharded_linear_policy_loss(hidden, weight, *given, mesh=mesh)[0].mean()), 4)
+        -1.0
+    """
+    loss = grpo() if loss is None else loss
+    layout = layout_of(hidden, weight, bias, mesh, vocab_axis, token_axes, weight_axis, options)
+    out_of_vocab = options.get("out_of_vocab", "error")
+    check_targets(targets, mask, hidden.shape[:-1], weight.shape[layout.vocab_dim], out_of_vocab)
+    documents = {"sampler_log_probs": sampler_log_probs, "ref_log_probs": ref_log_probs, "document_ids": document_ids}
+    documents["penalized"] = penalized
+    of_support = support_arrays(support, targets, mask, weight.shape[layout.vocab_dim])
+    # Its checks of values, which the program cannot make; nothing is computed.
+    labels = labels_of(mask, targets.shape) if support is None else mask_by_support(support, mask, targets.shape)
+    of_step = {"labels_per_document": labels_per_document, "mean_weight": mean_weight, "entropy_scale": entropy_scale}
+    further = documents | of_step
+    # Rules that read log-probs get theirs in the program.
+    further["log_probs"] = np.zeros(targets.shape, np.float32)
+    checked = functools.partial(make_loss_tokens, loss, old_log_probs, advantages, labels, **further)
+    jax.eval_shape(lambda: checked(num_documents=num_documents)[1])
+    documents["document_ids"] = None if document_ids is None else as_int32(document_ids)
+    arrays: dict[str, Any] = {"targets": as_int32(targets), "mask": mask, "old_log_probs": old_log_probs}
+    arrays |= documents | {"advantages": advantages, "lse": lse} | of_support
+    arrays |= {name: None if value is None else jnp.asarray(value) for name, value in of_step.items()}
+    options = options | {"loss": loss}
+    static = num_documents is None or isinstance(num_documents, int | np.integer)
+    given, value = (options, num_documents) if static else (arrays, as_int32(num_documents))
+    given["num_documents"] = value
+    return run_over_mesh(
+        _of_rank, (PartitionSpec(), layout.tokens), layout, (hidden, weight, bias), arrays, vocab, options
+    )
+
+
+def _of_rank(layout: Layout, hidden: Array, weight: Array, **given: Any) -> tuple[WeightedSum, TokenLogProbs]:
+    # Without ids documents are rows, which no axis splits.
+    axes = layout.token_axes if layout.token_axes and given["document_ids"] is not None else None
+    total, values = linear_policy_loss(hidden, weight, document_axis_name=axes, **given)
+    return total.psum(layout.token_axes), values
 
 
 def _constant_value(name: str, value: Array | None) -> Array | None:
@@ -223,41 +317,6 @@ def _constant_value(name: str, value: Array | None) -> Array | None:
     return None if value is None else refuse_gradient(value, f"values.{name}", expected, f"one ({instead[name]})")
 
 
-def _evaluate(
-    loss: PolicyLoss,
-    call: HeadCall,
-    tokens_of: Callable[[Array | None], tuple[LossTokens, Array]],
-    lse: Array | None,
-    engine: EngineChoice,
-) -> tuple[Array, Array, TokenLogProbs]:
-    """Computes the loss sum, its count and the values by the engine and path that suit the call, and records both.
-
-    ``tokens_of`` makes the tokens and the count from the log-probs, or from None while these are unknown.
-    """
-    chosen, reason = choose_engine(engine, call)
-    gradient = _how(chosen, call, loss, lse is not None)
-    report(HeadRun("linear_policy_loss", chosen.name, reason, call.num_shards, gradient))
-    if gradient in (ONE_PASS, KNOWN_LSE):
-        tokens, count = tokens_of(None)
-        total, values = _loss_sum(_Static(chosen, loss), call, tokens, lse)
-        return total, count, values
-    if loss.z_loss_coefficient == 0.0:
-        values = head_values(chosen, call)
-    else:
-        expected = f"0 with engine {chosen.name}, which fixes the order of its sums"
-        require(not chosen.reduces_gradients, "loss.z_loss_coefficient", expected, loss.z_loss_coefficient)
-        values = _values_with_lse(chosen, call)
-    tokens, count = tokens_of(values.log_probs)
-    return _total(loss, values, tokens), count, values
-
-
-class _Static(NamedTuple):
-    """The static properties of a call."""
-
-    engine: Engine
-    loss: PolicyLoss
-
-
 def _checked_lse(lse: Any, call: HeadCall, shape: tuple[int, ...]) -> Array | None:
     if lse is None:
         return None
@@ -266,158 +325,3 @@ def _checked_lse(lse: Any, call: HeadCall, shape: tuple[int, ...]) -> Array | No
     require(ok, "lse", f"a floating-point array of shape {shape}", describe(lse))
     lse = jax.lax.stop_gradient(jnp.asarray(lse)).reshape(-1).astype(jnp.float32)
     return jnp.where(call.targets.mask, lse, 0.0)
-
-
-def _how(engine: Engine, call: HeadCall, loss: PolicyLoss, known_lse: bool) -> str:
-    """Returns how the gradient is computed, with the reason if it takes two steps."""
-    if known_lse:
-        refusal = engine.why_not_known_lse(call)
-        expected = "None where engine, call or loss do not allow a backward from it"
-        if loss.rejects_by_log_probs:
-            refusal = "the rejection compares the policy with the old one"
-        if refusal is not None:
-            raise EngineUnavailable(f"lse: expected {expected}, got an array, but {engine.name}: {refusal}")
-        return KNOWN_LSE
-    if engine.reduces_gradients:
-        refusal = "it sums gradients over mesh axes in its own order"
-    elif call.scaled:
-        refusal = "fp16 operands need the largest cotangent first"
-    else:
-        refusal = engine.why_not_one_pass(call, loss.entropy_coefficient != 0.0)
-    if refusal is None and loss.ratio != "token":
-        refusal = "the ratio of a document needs the log-probs of all its tokens first"
-    if refusal is None and loss.rejects_by_log_probs:
-        refusal = "the rejection reads log-probs of the policy, and denominators follow it"
-    return ONE_PASS if refusal is None else f"{TWO_STEPS}: {refusal}"
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-@one_program
-def _loss_sum(static: _Static, call: HeadCall, tokens: LossTokens, lse: Array | None) -> tuple[Array, TokenLogProbs]:
-    """Computes the loss sum of this part of the step, and its values; the gradient comes from the forward rule."""
-    engine = static.engine
-    values = engine.forward(operands_of(engine, call))[0] if lse is None else _given_values(tokens, lse)
-    return _total(static.loss, values, tokens), values
-
-
-def _given_values(tokens: LossTokens, lse: Array) -> TokenLogProbs:
-    return TokenLogProbs(tokens.old_log_probs.astype(jnp.float32), None, lse)
-
-
-def _total(loss: PolicyLoss, values: TokenLogProbs, tokens: LossTokens) -> Array:
-    losses = weighted_losses(loss, values.log_probs, tokens, entropy=values.entropy, lse=values.lse)
-    return jnp.sum(losses)
-
-
-def _value_cotangents(loss: PolicyLoss, values: TokenLogProbs, tokens: LossTokens) -> TokenLogProbs:
-    """Computes the gradient of the loss sum with respect to the values that the loss reads."""
-    entropy = None if loss.entropy_coefficient == 0.0 else values.entropy
-    lse = None if loss.z_loss_coefficient == 0.0 else values.lse
-    return jax.grad(lambda read: _total(loss, read, tokens))(TokenLogProbs(values.log_probs, entropy, lse))
-
-
-def _without_lse(g: TokenLogProbs) -> TokenLogProbs:
-    """Rewrites cotangents for engines: g (onehot - p) + q p = (g - q) (onehot - p) + q onehot for a cotangent q of lse.
-
-    :func:`_with_targets` adds the last term.
-    """
-    return g if g.lse is None else TokenLogProbs(g.log_probs - g.lse, g.entropy)
-
-
-def _cotangents(loss: PolicyLoss, values: TokenLogProbs, tokens: LossTokens) -> TokenLogProbs:
-    return _without_lse(_value_cotangents(loss, values, tokens))
-
-
-def _with_targets(
-    call: HeadCall, gradients: HeadGradients, values: TokenLogProbs, q: Float[Array, " tokens"] | None
-) -> HeadGradients:
-    """Adds the gradients of Σ_t q_t z_t[target]: one row of the weight for each token, on the rank that owns it."""
-    if q is None:
-        return gradients
-    column, dim = call.targets.column, call.vocab_dim
-    owned = call.targets.mask & (column >= 0)
-    # A target without an owner would be the last row.
-    column = jnp.where(owned, column, 0)
-    logits = (values.log_probs + values.lse)[:, None]
-    dz = jnp.where(owned, product_gradient(q[:, None], logits, call.spec)[:, 0], 0.0)
-    rows = jnp.moveaxis(jnp.take(call.weight, column, axis=dim), dim, 0).astype(jnp.float32)
-    hidden = jnp.where(owned[:, None], call.hidden, jnp.zeros((), call.hidden.dtype)).astype(jnp.float32)
-    d_hidden = gradients.hidden.astype(jnp.float32) + dz[:, None] * rows
-    d_weight, d_bias = gradients.weight, gradients.bias
-    if d_weight is not None:
-        place = (column,) if dim == 0 else (slice(None), column)
-        update = dz[:, None] * hidden
-        d_weight = d_weight.astype(jnp.float32).at[place].add(update if dim == 0 else update.T).astype(d_weight.dtype)
-    if d_bias is not None:
-        d_bias = d_bias.astype(jnp.float32).at[column].add(dz).astype(d_bias.dtype)
-    return HeadGradients(d_hidden.astype(gradients.hidden.dtype), d_weight, d_bias)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _values_with_lse(engine: Engine, call: HeadCall) -> TokenLogProbs:
-    """Computes `head_values`, differentiable in lse too."""
-    return engine.forward(operands_of(engine, call))[0]
-
-
-def _values_forward(engine: Engine, call: HeadCall) -> tuple[TokenLogProbs, tuple]:
-    require_checked_axes(call.axis_name)
-    call = differentiable_once(engine, call)
-    values, kept = engine.forward(operands_of(engine, call))
-    return values, (call, kept, values)
-
-
-def _values_backward(engine: Engine, residuals: tuple, g: TokenLogProbs) -> tuple[HeadCall]:
-    call, kept, values = residuals
-    operands = operands_of(engine, call).without_removed_targets()
-    g = differentiable_once(engine, g if call.with_entropy else g._replace(entropy=None))
-    cotangents = scaled_cotangents(call, _without_lse(g), engine.reduces_gradients)
-    gradients = cotangents.finish(engine.backward(operands, kept, cotangents.values))
-    gradients = _with_targets(operands, gradients, values, g.lse)
-    return (cotangents_of(call, owned_gradients(engine, call, gradients)),)
-
-
-_values_with_lse.defvjp(_values_forward, _values_backward)
-
-
-@one_program
-def _loss_forward(
-    static: _Static, call: HeadCall, tokens: LossTokens, lse: Array | None
-) -> tuple[tuple[Array, TokenLogProbs], tuple]:
-    """Computes values and loss, and from the same logits this rank's gradients of the loss sum."""
-    require_checked_axes(call.axis_name)
-    engine, loss = static.engine, static.loss
-    if lse is None:
-        call, tokens = differentiable_once(engine, (call, tokens))
-    else:
-        # Log-probs and lse are given constants, so the derivative of the gradient would miss theirs.
-        expected = "lse: expected None where the gradient is differentiated again"
-        call, tokens = refuse_derivative(expected, "an array", (call, tokens))
-    operands = operands_of(engine, call)
-    if lse is None:
-        # Without an entropy bonus the sampler's log-probs give an estimate of log Σ e^z.
-        near = tokens.old_log_probs if loss.entropy_coefficient == 0.0 else None
-        values, gradients = engine.one_pass(operands, functools.partial(_cotangents, loss), tokens, near)
-        unscale = None
-    else:
-        values = _given_values(tokens, lse)
-        cotangents = scaled_cotangents(call, _cotangents(loss, values, tokens), engine.reduces_gradients)
-        gradients = engine.backward_of_lse(operands.without_removed_targets(), lse, cotangents.values)
-        unscale = cotangents.unscale
-    q = _value_cotangents(loss, values, tokens).lse
-    q = q if q is None or unscale is None else q / unscale
-    gradients = _with_targets(operands.without_removed_targets(), gradients, values, q)
-    return (_total(loss, values, tokens), values), (call, gradients, unscale)
-
-
-@one_program
-def _loss_backward(static: _Static, residuals: tuple, g: tuple[Array, TokenLogProbs]) -> tuple[HeadCall, None, None]:
-    """Multiplies the gradients by the cotangent of the loss sum, then psums them; the values have no cotangent."""
-    call, gradients, unscale = residuals
-    factor = g[0] if unscale is None else g[0] * unscale
-    scaled = HeadGradients(
-        *(None if x is None else (x.astype(jnp.float32) * factor).astype(x.dtype) for x in gradients)
-    )
-    return cotangents_of(call, owned_gradients(static.engine, call, scaled)), None, None
-
-
-_loss_sum.defvjp(_loss_forward, _loss_backward)

@@ -16,7 +16,7 @@ from jaxlogp import (
     sharded_linear_log_probs,
     sharded_linear_policy_loss,
 )
-from jaxlogp.head import ChunkedEngine, record_head_runs, sharded
+from jaxlogp.head import ChunkedEngine, over_mesh, record_head_runs
 from jaxlogp.losses import grpo, gspo, kl_cov
 from tests import oracle
 from tests.head import policy_problem
@@ -214,7 +214,7 @@ def sentences_of(function, kinds=AUTO, sizes=(2, 2)):
 
 @pytest.fixture
 def no_warning_yet(monkeypatch):
-    monkeypatch.setattr(sharded, "_WARNED", set())
+    monkeypatch.setattr(over_mesh, "_WARNED", set())
 
 
 @pytest.mark.parametrize(
