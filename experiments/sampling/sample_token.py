@@ -195,7 +195,8 @@ def _threshold(scaled, weights, options: SamplingOptions) -> Float[Array, "B 1"]
     largest = scaled.max(axis=-1, keepdims=True)
     lowest = jnp.full_like(largest, -jnp.inf)
     if options.top_k is not None and options.top_k < scaled.shape[-1]:
-        lowest = lax.top_k(scaled, options.top_k)[0][:, -1:]
+        # XLA's own top-k would gather the rows of all ranks.
+        lowest = _nucleus(scaled, jnp.ones_like(scaled), options.top_k)
     if options.top_p < 1.0:
         weights = jnp.where(scaled >= lowest, weights, 0.0)
         lowest = jnp.maximum(lowest, _nucleus(scaled, weights, options.top_p * weights.sum(axis=-1, keepdims=True)))

@@ -1,6 +1,7 @@
 """The sampler: its log-probs are the trainer's, its draws follow them, and a row does not depend on its batch."""
 
 import functools
+import re
 from dataclasses import replace
 
 import jax
@@ -11,7 +12,7 @@ from flax import nnx
 
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
-from experiments.models.mesh import MeshSpec, make_mesh
+from experiments.models.mesh import MeshSpec, make_mesh, split_rows
 from experiments.models.sharding import parameter_shardings
 from experiments.models.tokenizer import CharTokenizer
 from experiments.sampling import decoder_sampler
@@ -342,6 +343,20 @@ def test_ranks_refill_rows_of_their_own_and_narrow_what_is_left(monkeypatch):
         np.testing.assert_array_equal(drawn.tokens, whole.tokens)
         np.testing.assert_allclose(drawn.log_probs, whole.log_probs, atol=2e-5)
     assert {(2, 2), (1, 2)} <= set(narrowed)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("options", [{}, {"top_k": 3, "top_p": 0.9, "record_support": True}])
+@pytest.mark.parametrize("rows", [None, 4])
+def test_ranks_tell_each_other_only_how_many_completions_are_left(rows, options):
+    mesh = make_mesh(MeshSpec(data=2))
+    graph, state = nnx.split(on_mesh(mesh))
+    program = decoder_sampler._Program(graph, rule(NEW, **ENDS, **options, rows=rows), 4, 2)
+    drawing = decoder_sampler._prefill(program, state, *split_rows(prompts(), mesh), jax.random.key(0))
+    text = decoder_sampler._decode.lower(program, 0, state, drawing).compile().as_text()
+    sent = re.findall(r"= (\S+?)(?:\{\S*)? (?:all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", text)
+    # The number of completions, and whether any row has too little room for its support.
+    assert sent and set(sent) <= {"s32[]", "pred[]"}
 
 
 def test_few_rows_at_a_time_have_the_cache_of_few():
