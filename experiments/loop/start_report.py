@@ -155,9 +155,10 @@ def _rollout(config: Config, task: Task) -> str:
     if config.source is not None:
         return f"source {config.source}"
     rollout = config.rollout
+    at_once = "" if rollout.rows is None else f", {rollout.rows} at a time on each data rank"
     return (
         f"{rollout.prompts_per_rollout} prompts × {rollout.num_generations} completions of at most "
-        f"{longest_completion(task, rollout)} tokens, advantages {config.loss.advantages}"
+        f"{longest_completion(task, rollout)} tokens{at_once}, advantages {config.loss.advantages}"
     )
 
 

@@ -34,7 +34,7 @@ def lines(tmp_path, capsys, **changes):
 
 
 def test_what_is_about_to_run(tmp_path, capsys):
-    model, printed = lines(tmp_path, capsys, task="addition:3")
+    model, printed = lines(tmp_path, capsys, task="addition:3", rollout=RolloutConfig(rows=64))
     facts = dict(line.split(":", 1) for line in printed)
     facts = {name: value.strip() for name, value in facts.items()}
     assert list(facts) == ["task", "model", "devices", "steps", "optimizer", "rollout", "run folder"]
@@ -45,7 +45,8 @@ def test_what_is_about_to_run(tmp_path, capsys):
     assert facts["devices"] == "1 of 8 cpu, mesh data=1,fsdp=1,sequence=1,tensor=1"
     assert facts["steps"] == "1000 of 512 documents each, loss grpo, warm start of at most 400 steps"
     assert facts["optimizer"] == "adamw, learning rate 0.0005"
-    assert facts["rollout"] == "64 prompts × 8 completions of at most 5 tokens, advantages group"
+    at_once = "64 at a time on each data rank"
+    assert facts["rollout"] == f"64 prompts × 8 completions of at most 5 tokens, {at_once}, advantages group"
     assert facts["run folder"] == str(tmp_path / "run")
 
 
