@@ -107,21 +107,19 @@ class Decoder(nnx.Module):
         return config.head_spec, weight[...].astype(config.dtype)
 
     def prefill(
-        self, tokens: Int[Array, "Q P"], lengths: Int[Array, " Q"], slots: int, *, share_prompts: bool = False
+        self, tokens: Int[Array, "Q P"], lengths: Int[Array, " Q"], slots: int
     ) -> tuple[Float[Array, "Q P H"], KVCache]:
         """Reads right-padded prompts of `lengths` tokens, in [1, P], into a new cache of one row per prompt.
 
-        The cache has room for `slots` generated tokens, at least 1. With `share_prompts`, rows taken from it read prompts
-        where they are. The hidden states after the final norm are meaningful at [q, :lengths[q]]; ids are in [0, V),
-        padding too.
+        The cache has room for `slots` generated tokens; without any, `continued` makes rows of it. The hidden states after
+        the final norm are meaningful at [q, :lengths[q]]; ids are in [0, V), padding too.
         """
         rows, width = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
         within = positions < lengths[:, None]
         hidden, keys, values = self._forward(tokens, positions, within.astype(jnp.int32), keep_keys_values=True)
         implementation = self.config.cached_attention_run(self.mesh).implementation
-        prompts = keys, values, lengths
-        return hidden, empty_cache(*prompts, slots, implementation, self.mesh, share_prompts=share_prompts)
+        return hidden, empty_cache(keys, values, lengths, slots, implementation, self.mesh)
 
     def layers_apart(self) -> tuple[DecoderLayer, ...]:
         """Returns the layers one by one, their matrices in the activations' dtype; to be called once before a loop of steps.

@@ -16,8 +16,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from experiments.models.attention import KVCache, put_in_ranks, rows_of_ranks
+from experiments.models.attention import KVCache, continued, put_in_ranks, rows_of_ranks
 from experiments.models.compiled_program import compile_program, largest
+from experiments.models.decoder import Decoder
 from experiments.models.mesh import num_ranks, row_axes, split_rows
 from experiments.models.placement import bytes_a_device, placed, whole_on_host
 from experiments.sampling.sample_token import CompletionRule, keys_of_rows
@@ -135,16 +136,18 @@ def _prefill(program: _Program, state, prompts, lengths, key) -> _Rows:
     count = total if rule.options.rows is None else min(total, rule.options.rows * ranks)
     # The last token drawn is never read, so it needs no slot.
     slots = max(size - 1, 1)
-    hidden, cache = model.prefill(prompts, lengths, slots, share_prompts=count < total)
-    hidden = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     numbers = jnp.broadcast_to(jnp.arange(count // ranks, dtype=jnp.int32), (ranks, count // ranks))
     waiting = None
     if count < total:
-        waiting = _Waiting(jnp.full(ranks, count // ranks, jnp.int32), hidden, lengths)
-        hidden, cache = rows_of_ranks(hidden, numbers // copies), cache.take_rows(numbers // copies)
-        cache = replace(cache, filled=jnp.zeros(count, jnp.int32))
-    elif copies > 1:
-        hidden, cache = jnp.repeat(hidden, copies, axis=0), cache.repeat_rows(copies)
+        at_once = -(-count // (ranks * copies))
+        hidden, cache = _read_in_blocks(model, prompts, lengths, ranks, at_once)
+        waiting = _Waiting(jnp.full(ranks, count // ranks, jnp.int32), hidden, cache.prompt_lengths)
+        cache = continued(cache, numbers // copies, slots, model.mesh)
+        hidden = rows_of_ranks(hidden, numbers // copies)
+    else:
+        hidden, cache = _read(model, prompts, lengths, slots)
+        if copies > 1:
+            hidden, cache = jnp.repeat(hidden, copies, axis=0), cache.repeat_rows(copies)
     head = model.head()
     support = rule.no_support(total, head[1].shape[0])
     log_probs = jnp.zeros((total, size), jnp.float32)
@@ -155,6 +158,32 @@ def _prefill(program: _Program, state, prompts, lengths, key) -> _Rows:
     )
     rows = _Rows(samples, numbers.ravel(), zeros, zeros, jnp.zeros(count, jnp.bool_), key, cache, waiting)
     return _extended(program, rows, hidden, head)
+
+
+def _read(model: Decoder, prompts, lengths, slots: int) -> tuple[Float[Array, "Q H"], KVCache]:
+    """Reads prompts into a new cache; also returns the states that follow them."""
+    hidden, cache = model.prefill(prompts, lengths, slots)
+    return jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0], cache
+
+
+def _read_in_blocks(model: Decoder, prompts, lengths, ranks: int, at_once: int) -> tuple[Float[Array, "Q H"], KVCache]:
+    """Reads so many prompts of each rank at a time, into a cache without rows; the last one again in what is left."""
+    own = len(lengths) // ranks
+    blocks = -(-own // at_once)
+    numbers = jnp.minimum(jnp.arange(blocks * at_once, dtype=jnp.int32), own - 1)
+
+    def block_by_block(x: Array) -> Array:
+        parts = x.reshape(ranks, own, *x.shape[1:])[:, numbers].reshape(ranks, blocks, at_once, *x.shape[1:])
+        return parts.swapaxes(0, 1).reshape(blocks, ranks * at_once, *x.shape[1:])
+
+    def rank_by_rank(x: Array) -> Array:
+        parts = x.reshape(blocks, ranks, at_once, *x.shape[2:])
+        return parts.swapaxes(0, 1).reshape(ranks * blocks * at_once, *x.shape[2:])
+
+    given = block_by_block(prompts), block_by_block(lengths)
+    hidden, cache = lax.map(lambda block: _read(model, *block, slots=0), given)
+    layers = jax.tree.map(rank_by_rank, cache.layers)
+    return rank_by_rank(hidden), replace(cache, layers=layers, prompt_lengths=rank_by_rank(cache.prompt_lengths))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)

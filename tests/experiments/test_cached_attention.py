@@ -11,7 +11,7 @@ from flax import nnx
 
 from experiments.models import decoder_layer
 from experiments.models.attention import AttentionRun, triton_cached
-from experiments.models.attention.cached import attend_cached, choose_cached, empty_cache, first_readable
+from experiments.models.attention.cached import attend_cached, choose_cached, continued, empty_cache, first_readable
 from experiments.models.attention.triton_cached import (
     BLOCK,
     FEWEST_PROGRAMS,
@@ -156,9 +156,8 @@ def test_rows_that_were_taken_apart_read_their_own_prompts(monkeypatch):
 def at_steps(attend, steps, implementation, dtype):
     """What every row attends to after so many generated tokens of its own."""
     prompt_keys, prompt_values, queries, keys, values = map(jnp.asarray, case(dtype))
-    options = {"share_prompts": True}
-    cache = empty_cache(prompt_keys, prompt_values, jnp.asarray(PROMPT_LENGTHS), NEW, implementation, **options)
-    cache = cache.take_rows(jnp.asarray(OF_ROW)[None])
+    cache = empty_cache(prompt_keys, prompt_values, jnp.asarray(PROMPT_LENGTHS), 0, implementation)
+    cache = continued(cache, jnp.asarray(OF_ROW)[None], NEW)
     assert cache.layers[0].prompt_keys.shape[0] == 2
     # Beyond a row's own tokens there is something else.
     stored = (np.where(np.arange(NEW)[:, None] < steps, 1.0, 50.0)[..., None, None] * x for x in (keys, values))

@@ -370,6 +370,15 @@ def test_few_rows_at_a_time_have_the_cache_of_few():
     assert all_rows > 64 * of_row and few < 16 * of_row
 
 
+def test_prompts_that_wait_take_the_memory_of_their_cache():
+    graph, state = nnx.split(decoder())
+    sampler = DecoderSampler(SampledModel(graph, make_mesh(MeshSpec())), rule(16, **ENDS, rows=8))
+    # 128 prompts of 256 tokens: keys and values of two layers and two heads. Four prompts at a time, each with the scores of
+    # four heads, and smaller things.
+    cache, scores = 128 * 256 * 2 * 2 * 2 * 8 * 4, 4 * 4 * 256**2 * 4
+    assert cache < sampler.memory(state, 128, 256, 2) < cache + 1.2 * scores
+
+
 @pytest.mark.bad_input
 def test_rows_at_a_time_are_refused_where_nothing_is_kept_of_a_row():
     with pytest.raises(

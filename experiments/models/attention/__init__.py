@@ -17,6 +17,7 @@ from experiments.models.attention.cache import put_in_ranks as put_in_ranks
 from experiments.models.attention.cache import rows_of_ranks as rows_of_ranks
 from experiments.models.attention.cached import attend_cached as attend_cached
 from experiments.models.attention.cached import choose_cached as choose_cached
+from experiments.models.attention.cached import continued as continued
 from experiments.models.attention.cached import empty_cache as empty_cache
 from experiments.models.attention.cached import first_readable as first_readable
 from experiments.models.attention.call import AttentionCall as AttentionCall

@@ -6,6 +6,7 @@ prompt, and every slot is read.
 """
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -49,32 +50,54 @@ def empty_cache(
     slots: int,
     implementation: str,
     mesh: Mesh | None = None,
-    *,
-    share_prompts: bool = False,
 ) -> KVCache:
-    """Returns a cache of Q rows, each with its prompt and room for `slots` generated tokens; zeros, never a source of NaN.
+    """Returns a cache of Q rows, each with its prompt and room for `slots` generated tokens.
 
-    The keys are rotated, and `slots` is at least 1. The kernel's blocks are whole, so that it may get some slots more. Rows
-    and heads are split over the mesh where it divides them. With `share_prompts`, rows that are taken from it read prompts
-    where they are, which the kernel always does.
+    The keys are rotated. Without slots, `continued` makes rows of it. Rows and heads are split over the mesh where it
+    divides them.
     """
     kernel = implementation == "triton"
-    multiple = BLOCK if kernel else 1
-    slots += -slots % multiple
     num_layers, prompts, width, kv_heads, head_dim = keys.shape
     ranks = size_of(mesh, *axes_of_rows(prompts, mesh))
 
-    def split(x: Array) -> Array:
-        return x if mesh is None else lax.with_sharding_constraint(x, NamedSharding(mesh, cache_spec(x.shape, mesh)))
-
     def prompt(x: Array) -> Array:
-        return split(jnp.pad(x.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, -width % multiple), (0, 0))))
+        more = -width % BLOCK if kernel else 0
+        return _split(jnp.pad(x.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, more), (0, 0))), mesh)
 
-    empty = split(jnp.zeros((prompts, kv_heads, slots, head_dim), keys.dtype))
+    empty = _no_tokens((prompts, kv_heads, slots, head_dim), keys.dtype, implementation, mesh)
     layers = tuple(LayerCache(prompt(keys[layer]), prompt(values[layer]), empty, empty) for layer in range(num_layers))
     # Each rank counts the prompts that it has.
-    rows = jnp.arange(prompts, dtype=jnp.int32) % (prompts // ranks) if kernel or share_prompts else None
+    rows = jnp.arange(prompts, dtype=jnp.int32) % (prompts // ranks) if kernel else None
     return KVCache(layers, lengths.astype(jnp.int32), rows, jnp.zeros((), jnp.int32), implementation)
+
+
+def continued(cache: KVCache, prompts: Int[Array, "ranks C"], slots: int, mesh: Mesh | None = None) -> KVCache:
+    """Returns a cache of rows that continue these prompts, counted among those of each rank, and read them where they are.
+
+    Each row has room for `slots` generated tokens, and counts its own.
+    """
+    _, kv_heads, _, head_dim = cache.layers[0].prompt_keys.shape
+    shape = prompts.size, kv_heads, slots, head_dim
+    empty = _no_tokens(shape, cache.layers[0].prompt_keys.dtype, cache.implementation, mesh)
+    return replace(
+        cache,
+        layers=tuple(held._replace(keys=empty, values=empty) for held in cache.layers),
+        prompt_lengths=rows_of_ranks(cache.prompt_lengths, prompts),
+        prompt_of_row=prompts.ravel(),
+        filled=jnp.zeros(prompts.size, jnp.int32),
+        copies=1,
+    )
+
+
+def _no_tokens(shape: tuple[int, int, int, int], dtype, implementation: str, mesh: Mesh | None) -> Array:
+    """Returns room for generated tokens: zeros, never a source of NaN. The kernel gets whole blocks of slots."""
+    rows, kv_heads, slots, head_dim = shape
+    slots += -slots % BLOCK if implementation == "triton" else 0
+    return _split(jnp.zeros((rows, kv_heads, slots, head_dim), dtype), mesh)
+
+
+def _split(x: Array, mesh: Mesh | None) -> Array:
+    return x if mesh is None else lax.with_sharding_constraint(x, NamedSharding(mesh, cache_spec(x.shape, mesh)))
 
 
 def first_readable(cache: KVCache, window: int | None) -> Int[Array, " B"]:
