@@ -49,8 +49,8 @@ class DecoderSampler(Sampler):
         # Rows stay on their rank. Finished ones leave: when few enough are left on every rank, these go on alone.
         for size in self._sizes(len(rows.done) // program.ranks):
             rows = _decode(program, size, state, rows)
-            done = whole_on_host(rows.done)
-            if done.all():
+            done, left = whole_on_host((rows.done, _left(program, rows)))
+            if not left.any():
                 break
             # The unfinished ones of each rank first; finished ones fill the new size.
             kept = np.argsort(done.reshape(program.ranks, -1), axis=1, kind="stable")[:, :size].astype(np.int32)
@@ -193,22 +193,23 @@ def _decode(program: _Program, size: int, state, rows: _Rows) -> _Rows:
     # Before the loop, which would do it in every step.
     head, layers = model.head_apart(), model.layers_apart()
 
-    def unfinished(rows: _Rows):
-        left = jnp.sum(~rows.done.reshape(program.ranks, -1), axis=1)
-        if rows.waiting is not None:
-            left += len(rows.samples.tokens) // program.ranks - rows.waiting.begun
-        return jnp.max(left) > size
-
     def extend(rows: _Rows) -> _Rows:
-        begun = None
+        after_prompts = None
         if rows.waiting is not None:
-            rows, begun = _refilled(program, rows)
+            rows, after_prompts = _refilled(program, rows)
         hidden, cache = model.decode_step(rows.tokens, rows.cache, layers)
-        if begun is not None:
-            hidden = jnp.where((rows.steps == 0)[:, None], begun, hidden)
+        if after_prompts is not None:
+            hidden = jnp.where((rows.steps == 0)[:, None], after_prompts, hidden)
         return _extended(program, replace(rows, cache=cache), hidden, head)
 
-    return lax.while_loop(unfinished, extend, rows)
+    return lax.while_loop(lambda rows: jnp.max(_left(program, rows)) > size, extend, rows)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _left(program: _Program, rows: _Rows) -> Int[Array, " ranks"]:
+    """Returns how many completions of each rank have not ended, those that wait included."""
+    left = jnp.sum(~rows.done.reshape(program.ranks, -1), axis=1)
+    return left if rows.waiting is None else left + len(rows.samples.tokens) // program.ranks - rows.waiting.begun
 
 
 def _refilled(program: _Program, rows: _Rows) -> tuple[_Rows, Float[Array, "B H"]]:

@@ -346,6 +346,18 @@ def test_ranks_refill_rows_of_their_own_and_narrow_what_is_left(monkeypatch):
 
 
 @pytest.mark.costly
+@pytest.mark.parametrize("spec", [MeshSpec(), MeshSpec(data=2)])
+def test_completions_that_wait_are_drawn_when_all_rows_end_at_once(spec, monkeypatch):
+    monkeypatch.setattr(decoder_sampler, "SHORTEST_NARROWED", 1)
+    monkeypatch.setattr(decoder_sampler, "FEWEST_ROWS", 1)
+    # No token ends a completion: all rows reach the longest one together, with fewer waiting than rows are narrowed to.
+    inputs = on_mesh(make_mesh(spec)), *prompts(), jax.random.key(2)
+    whole, few = (sample(*inputs, rule(NEW, rows=rows), copies=1) for rows in (None, 4 // spec.ranks))
+    np.testing.assert_array_equal(few.tokens, whole.tokens)
+    np.testing.assert_allclose(few.log_probs, whole.log_probs, atol=ROUNDING)
+
+
+@pytest.mark.costly
 @pytest.mark.parametrize("options", [{}, {"top_k": 3, "top_p": 0.9, "record_support": True}])
 @pytest.mark.parametrize("rows", [None, 4])
 def test_ranks_tell_each_other_only_how_many_completions_are_left(rows, options):
