@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from experiments import Config, resume, train
+from experiments.config import RolloutConfig
 from experiments.loop.load import load_model
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
@@ -197,3 +198,13 @@ def test_a_model_that_is_not_one_is_named(tmp_path):
         train(short(tmp_path, "b", invariant=True, schedule={"row_length": None}), model=model)
     with pytest.raises(ValueError, match="^--model.own: expected your own model Gru, as the run began .*, got none"):
         train(dataclasses.replace(tiny(tmp_path, "c"), model=dataclasses.replace(Config().model, own="own:Gru")))
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("source", [None, lambda policy, step: None])
+def test_rows_at_a_time_are_refused_of_a_model_without_a_cache(tmp_path, source):
+    config = short(tmp_path, "rows", rollout=RolloutConfig(rows=4))
+    with pytest.raises(
+        ValueError, match=r"^rows \(--rollout.rows\): expected None for a model without a key-value cache"
+    ):
+        train(config, model=example.model(), source=source)
