@@ -149,10 +149,22 @@ def with_table(state, *kind):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda state: with_table(state, (4, 8), "bfloat16"), r"expected bfloat16\[4, 8\], got bfloat16\[8, 4\]"),
-        (lambda state: with_table(state, (8, 4), "float16"), r"'params/table': expected float16\[8, 4\], got bfloat16"),
-        (lambda state: {**state, "scale": jnp.float32(1)}, r"of the template, got missing \['scale'\], unknown \[\]"),
-        (lambda state: {name: state[name] for name in ("params", "opt")}, r"got missing \[\], unknown \['key'\]"),
+        (
+            lambda state: with_table(state, (4, 8), "bfloat16"),
+            r"leaf 'params/table': expected bfloat16\[4, 8\], got bfloat16\[8, 4\]",
+        ),
+        (
+            lambda state: with_table(state, (8, 4), "float16"),
+            r"leaf 'params/table': expected float16\[8, 4\], got bfloat16\[8, 4\]",
+        ),
+        (
+            lambda state: {**state, "scale": jnp.float32(1)},
+            r"the leaves of the template, got missing \['scale'\], unknown \[\]",
+        ),
+        (
+            lambda state: {name: state[name] for name in ("params", "opt")},
+            r"the leaves of the template, got missing \[\], unknown \['key'\]",
+        ),
     ],
 )
 def test_a_template_that_does_not_fit_is_an_error_not_damage(two_steps, mesh, change, words):

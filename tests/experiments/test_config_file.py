@@ -76,7 +76,7 @@ def test_config_comes_back(run, config):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda config: config.update(step=3), "unknown step"),
+        (lambda config: config.update(step=3), "unknown step$"),
         (lambda config: config["optimizer"].update(momentum=1), "config.optimizer: .*Optimizer, got unknown momentum"),
         (lambda config: config.pop("steps"), "config: .*none named steps"),
         (lambda config: config["optimizer"].pop("clip"), "none named clip"),

@@ -152,7 +152,9 @@ def test_refuses_ids_beyond_the_vocabulary(tmp_path):
 @pytest.mark.bad_input
 def test_refuses_templates_with_the_line(tmp_path):
     source = "{% for m in messages %}{{ m['content'] + ('!' if loop.last else '') }}{% endfor %}"
-    with pytest.raises(ValueError, match=r"line 1: chat template, messages\[1\] \(assistant\): expected a turn that"):
+    with pytest.raises(
+        ValueError, match=r"line 1: chat template, messages\[1\] \(assistant\): expected a turn that does"
+    ):
         load(tmp_path, word_tokenizer("chatml", source), {"messages": TALK})
 
 

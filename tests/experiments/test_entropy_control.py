@@ -165,8 +165,15 @@ def test_options_reach_the_rule():
         ({"entropy_target": float("inf")}, "entropy-target: expected a finite number of at least 0, got inf"),
         ({"entropy_target": 0.2, "entropy_step": 0.0}, "entropy-step: expected a finite number > 0, got 0.0"),
         ({"entropy_target": 0.2, "entropy_maximum": -1.0}, "entropy-maximum: expected a finite number > 0"),
-        ({"entropy_target": 0.2, "entropy_coefficient": 1.5}, r"entropy-coefficient: expected .* in \[0, 1.0\]"),
-        ({"entropy_target": 0.2, "metrics": "basic"}, "metrics: expected with_entropy along with --loss.entropy-targ"),
+        (
+            {"entropy_target": 0.2, "entropy_coefficient": 1.5},
+            r"entropy-coefficient: expected a coefficient in \[0, 1.0\] with an entropy target, got 1.5",
+        ),
+        (
+            {"entropy_target": 0.2, "metrics": "basic"},
+            "metrics: expected with_entropy along with --loss.entropy-target, which reads the entropy of each "
+            "step, got basic",
+        ),
     ],
 )
 def test_options_that_do_not_go_together_are_named(options, message):

@@ -226,7 +226,9 @@ def test_a_reward_that_raises_leaves_everything_as_before_the_step(run, made):
 
     made[1].answer = broken
     before = state_bytes(run), run.feed.state()
-    with pytest.raises(RewardFailed, match=r"^reward 'odd': expected .* document 0 .*, got KeyError: 'answer'$"):
+    with pytest.raises(
+        RewardFailed, match=r"^reward 'odd': expected a finite number for document 0 .*, got KeyError: 'answer'$"
+    ):
         run.step()
     assert before == (state_bytes(run), run.feed.state())
 

@@ -97,7 +97,9 @@ def test_keys_are_mapped(tmp_path):
     for example in lines_of(task):
         number = int(example.prompt.removesuffix("+1="))
         assert example == Example(f"{number}+1=", str(number + 1), {"level": number % 3, "prompt": "?"})
-    with pytest.raises(ValueError, match="line 1: unknown key 'level'; a line has problem, solution, metadata, or "):
+    with pytest.raises(
+        ValueError, match="line 1: unknown key 'level'; a line has problem, solution, metadata, or --data"
+    ):
         load(path, **keys)
     with pytest.raises(ValueError, match=f"file {path}, line 1: missing key 'query'"):
         load(path, prompt_key="query")

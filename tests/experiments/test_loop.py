@@ -359,7 +359,9 @@ def test_a_run_that_lost_its_checkpoints_is_not_begun_again(tmp_path):
     for step in complete_steps(folder.checkpoints):
         (folder.checkpoints / str(step)).rename(tmp_path / f"lost-{step}")
     _, _, run = start(tmp_path)
-    with pytest.raises(ValueError, match=r"^checkpoints: expected at least one .*, got none after 6 steps$"):
+    with pytest.raises(
+        ValueError, match=r"^checkpoints: expected at least one complete step in .*, got none after 6 steps$"
+    ):
         run()
     assert folder.metrics.read_bytes() == lines
 
@@ -430,7 +432,9 @@ def test_a_checkpoint_that_cannot_be_trained_on_is_refused(tmp_path):
     start(tmp_path)[2]()
     trainer, _, run = start(tmp_path)
     trainer.damage["unsound 6"] = "parameters not finite in w"
-    words = r"^checkpoint step 6: expected a state .* \(an older one: --resume RUN@STEP\), got parameters not .* in w$"
+    words = (
+        r"^checkpoint step 6: expected a state .* \(an older one: --resume RUN@STEP\), got parameters not finite in w$"
+    )
     with pytest.raises(ValueError, match=words):
         run()
 

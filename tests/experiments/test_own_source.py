@@ -47,7 +47,10 @@ def raises(policy, step):
 BAD = {
     "raises": (raises, "KeyError: 'game'"),
     "empty": (lambda policy, step: [], "documents: expected at least one, or None at the end of the data, got none"),
-    "no list": (lambda policy, step: 3, "documents: expected a list of jaxlogp.Document, an Experience, or None, got"),
+    "no list": (
+        lambda policy, step: 3,
+        "documents: expected a list of jaxlogp.Document, an Experience, or None, got int 3",
+    ),
     "no document": (lambda policy, step: ["x"], r"documents\[0\]: expected a jaxlogp.Document, got str 'x'"),
     "too long": (
         lambda policy, step: [document(), document((1, 2, 3, 4, 5))],
@@ -179,7 +182,9 @@ def test_a_source_that_breaks_ends_the_run_with_a_checkpoint(tmp_path):
         kept.append(policy)
         return digits(policy, step) if step == 0 else kept[0].generate([[3]], OPTIONS)
 
-    with pytest.raises(GuardAbort, match="^source own:broken: ValueError: policy: .* of this step, .* step 1 is saved"):
+    with pytest.raises(
+        GuardAbort, match="^source own:broken: ValueError: policy: expected that of this step, .* step 1 is saved"
+    ):
         train(source_config(tmp_path, "broken"), source=broken)
     with pytest.raises(ValueError, match="^--source: expected your own source broken, as the run began"):
         resume(str(tmp_path / "broken"), {"quiet": True})

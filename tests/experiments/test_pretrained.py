@@ -119,7 +119,7 @@ def test_windows_belong_to_the_layers_that_the_type_says():
         (
             "qwen3",
             {"rope_parameters": {"partial_rotary_factor": 0.5}},
-            "rope_parameters, partial_rotary_factor: expected",
+            "rope_parameters, partial_rotary_factor: expected whole heads",
         ),
         (
             "qwen3",
@@ -149,7 +149,9 @@ def test_what_cannot_be_expressed_is_refused_by_name(family, changes, words):
 @pytest.mark.bad_input
 def test_a_model_that_transformers_does_not_have_is_not_written():
     config = decoder_config(JsonObject("a", CONFIGS["llama3"]))
-    with pytest.raises(ValueError, match="expected a model that transformers has .* got one with .*logit_scale"):
+    with pytest.raises(
+        ValueError, match="export: expected a model that transformers has .* got one with .*logit_scale"
+    ):
         config_json(dataclasses.replace(config, logit_scale=0.5))
 
 

@@ -96,9 +96,13 @@ def test_conversations_without_a_chat_template_are_refused_at_once(tmp_path, bou
     lines = [{"messages": [{"role": "user", "content": f"{n}+1="}], "answer": str(n + 1)} for n in range(60)]
     for task in (make_task(f"jsonl:{write(tmp_path / 'b', *lines)}"), task_of(system="Be brief.")):
         tokenizer = tokenizer_for(task.alphabet)
-        with pytest.raises(ValueError, match="^messages: expected a model with a chat template .--model.path. .* tok"):
+        with pytest.raises(
+            ValueError, match="^messages: expected a model with a chat template .--model.path. .*, got the tok"
+        ):
             sizes_of(task, tokenizer, max_prompt_tokens=bound)
-        with pytest.raises(ValueError, match="^messages: expected a chat .* none, or --model.no-chat-template"):
+        with pytest.raises(
+            ValueError, match="^messages: expected a chat template, .*, got none, or --model.no-chat-template"
+        ):
             sizes_of(task, tokenizers[1], max_prompt_tokens=bound)
     with pytest.raises(ValueError, match="^messages: expected a model with a chat template"):
         sizes_of(make_task(f"jsonl:{path}"), ByteTokenizer())
@@ -111,7 +115,9 @@ def test_refuses_conversations_that_cannot_be_asked_so(tmp_path):
     with pytest.raises(ValueError, match="^--data.system: expected prompts without a system message"):
         task_of(f"jsonl:{write(tmp_path / 'a', *lines)}", system="b").example(0, "train")
     lines = [{"messages": [{"role": "user", "content": str(n)}, TALK[1]], "answer": "4"} for n in range(60)]
-    with pytest.raises(ValueError, match="^--data.instruction: expected conversations that end with their user, got "):
+    with pytest.raises(
+        ValueError, match="^--data.instruction: expected conversations that end with their user, got 'assis"
+    ):
         task_of(f"jsonl:{write(tmp_path / 'b', *lines)}", instruction="b").example(0, "train")
 
 

@@ -247,11 +247,20 @@ NONE = "expected None for loss"
     [
         ({"top_entropy": 0.0}, r"top-entropy: expected a number in \(0, 1\], got 0.0"),
         ({"top_entropy": float("nan")}, r"top-entropy: expected a number in \(0, 1\], got nan"),
-        ({"name": "gspo", "top_entropy": 0.2}, f"top-entropy: {NONE} 'gspo': an advantage of 0 would change the mean"),
-        ({"name": "kl_cov", "top_entropy": 0.2}, f"top-entropy: {NONE} 'kl_cov', which chooses labels by their"),
+        (
+            {"name": "gspo", "top_entropy": 0.2},
+            f"top-entropy: {NONE} 'gspo': an advantage of 0 would change the mean of its whole document, got 0.2",
+        ),
+        (
+            {"name": "kl_cov", "top_entropy": 0.2},
+            f"top-entropy: {NONE} 'kl_cov', which chooses labels by their covariance, got 0.2",
+        ),
         ({"cov_share": 0.1}, f"cov-share: {NONE} 'grpo', which has no such option, got 0.1"),
         ({"name": "kl_cov", "cov_low": 0.1}, f"cov-low: {NONE} 'kl_cov', which has no such option, got 0.1"),
-        ({"name": "clip_cov", "drift_coefficient": 0.1}, f"drift-coefficient: {NONE} 'clip_cov', which has no such"),
+        (
+            {"name": "clip_cov", "drift_coefficient": 0.1},
+            f"drift-coefficient: {NONE} 'clip_cov', which has no such option, got 0.1",
+        ),
         ({"name": "kl_cov", "epsilon": 0.1}, f"epsilon: {NONE} 'kl_cov', which has no such option"),
         ({"name": "clip_cov", "cov_share": 1.5}, r"cov-share: expected a number in \(0, 1\], got 1.5"),
         ({"name": "clip_cov", "cov_high": 0.5}, "cov-low: expected a number below cov_high = 0.5, got 1.0"),

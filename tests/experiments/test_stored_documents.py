@@ -207,7 +207,10 @@ LINES = {
     "negative": ({**GOOD, "tokens": [5, -6, 7]}, "tokens: expected integers in [0, 2147483647], got [-6]"),
     "large": ({**GOOD, "tokens": [5, 2**31, 7]}, "tokens: expected integers in [0, 2147483647], got [2147483648]"),
     "fractions": ({**GOOD, "tokens": [5, 6.0, 7]}, "tokens: expected a list of integers, got [5, 6.0, 7]"),
-    "booleans": ({**GOOD, "labels": [False, True, True]}, "labels: expected a list of integers, got [False,"),
+    "booleans": (
+        {**GOOD, "labels": [False, True, True]},
+        "labels: expected a list of integers, got [False, True, True]",
+    ),
     "no list": ({**GOOD, "sampler_log_probs": -0.5}, "sampler_log_probs: expected a list of numbers, got -0.5"),
     "null": ({**GOOD, "old_log_probs": None}, "old_log_probs: expected a list of numbers, got None"),
     "number": ({**GOOD, "old_log_probs": [-0.5]}, "old_log_probs: expected shape (2,) of the labels, got (1,)"),
@@ -219,8 +222,14 @@ LINES = {
     "a text": ({**GOOD, "advantages": "1"}, "advantages: expected a number or a list of numbers, got '1'"),
     "reward": ({**GOOD, "reward": [1.0, 1.0]}, "reward: expected a number, got [1.0, 1.0]"),
     "a large one": ({**GOOD, "reward": 10**400}, "reward: expected a number, got 1000"),
-    "versions": ({**GOOD, "versions": 0.5}, "versions: expected an integer, or integers of shape (2,) of the labels"),
-    "of labels": ({**GOOD, "versions": [1]}, "versions: expected an integer, or integers of shape (2,) of the labels"),
+    "versions": (
+        {**GOOD, "versions": 0.5},
+        "versions: expected an integer, or integers of shape (2,) of the labels, got",
+    ),
+    "of labels": (
+        {**GOOD, "versions": [1]},
+        "versions: expected an integer, or integers of shape (2,) of the labels, got",
+    ),
     "long": ({"tokens": [1] * 5, "labels": [0] * 5}, "expected at most 4 tokens, the length of a row, got 5"),
     "vocabulary": ({**GOOD, "tokens": [5, 6, 100]}, "expected ids below 100, the size of the vocabulary, got 100"),
 }
@@ -247,6 +256,8 @@ ONE = {
     "sampler_log_probs": np.array([-0.5], np.float32),
     "versions": np.array([1, 2], np.int64),
 }
+ROW = "expected at most 3 tokens, the length of a row"
+EACH_LABEL = "expected 2 values, one for each label"
 AMBIGUOUS = "advantages: expected not as many labels as documents"
 EITHER = "expected 1 values, one for each label or 2 values, one"
 ARRAYS = {
@@ -264,7 +275,7 @@ ARRAYS = {
     "order": ({"offsets": np.array([0, 3, 2, 4])}, "offsets: expected rising numbers from 0 to 4, the number of tokens"),
     "empty": ({"offsets": np.array([0, 3, 3, 4])}, "offsets: expected rising numbers from 0 to 4, the number of tokens"),
     "none": ({"offsets": np.array([0])}, "offsets: expected rising numbers from 0 to 4, the number of tokens"),
-    "log-probs": ({"sampler_log_probs": np.zeros(4, np.float32)}, "sampler_log_probs: expected 2 values, one for each"),
+    "log-probs": ({"sampler_log_probs": np.zeros(4, np.float32)}, f"sampler_log_probs: {EACH_LABEL}, got 4"),
     "nan": ({"sampler_log_probs": np.array([np.nan, 0])}, "sampler_log_probs: expected finite numbers that fp32 holds, got"),
     "positive": ({"sampler_log_probs": np.array([0.5, 0])}, "documents[0]: sampler_log_probs: expected log-probs of at"),
     "integers": ({"sampler_log_probs": np.array([0, 0])}, "sampler_log_probs: expected a floating dtype, got int64 array"),
@@ -273,9 +284,9 @@ ARRAYS = {
     "ambiguous": ({"advantages": np.ones(2)}, f"{AMBIGUOUS} (or a .jsonl file), got 2 of both"),
     "versions": ({**ONE, "versions": np.ones(3, np.int64)}, f"versions: {EITHER} for each document, got 3"),
     "old": ({**ONE, "versions": np.array([1, -1])}, "documents[1]: versions: expected integers in [0, 2147483647], got"),
-    "support": ({"support_ids": np.array([6, 7]), "support_counts": np.array([2])}, "support_counts: expected 2 values"),
+    "support": ({"support_ids": np.array([6, 7]), "support_counts": np.array([2])}, f"support_counts: {EACH_LABEL}, got 1"),
     "supports": ({"support_ids": np.array([6, 8]), "support_counts": np.array([1, 1])}, f"documents[0]: {ONCE}"),
-    "long": ({"offsets": np.array([0, 4]), "reward": np.ones(1)}, "documents[0]: expected at most 3 tokens, the length of"),
+    "long": ({"offsets": np.array([0, 4]), "reward": np.ones(1)}, f"documents[0]: {ROW}, got 4"),
 }  # fmt: skip
 
 
@@ -337,7 +348,7 @@ def test_refuses_to_write_what_could_not_be_read(tmp_path):
         (
             "a.safetensors",
             [one, none],
-            r"documents\[1\]: expected sampler_log_probs as in other .* \(or .*\), got None",
+            r"documents\[1\]: expected sampler_log_probs as in other documents \(or a .jsonl file\), got None",
         ),
         ("a.safetensors", [one, supported], "documents: expected a support in all or in none, got 1 of them"),
         ("a.safetensors", [two, none], rf"{AMBIGUOUS} \(or a .jsonl file\), got 2 of both"),
