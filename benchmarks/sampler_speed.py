@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from benchmarks.clock import copy_bandwidth, spread
 from benchmarks.profiler import gpu_events, print_slowest
@@ -108,6 +109,19 @@ def bytes_of_step(shape: DecoderConfig, config: SamplerSpeedConfig, rows: int, t
     return width * (matrices + per_token / of_heads * tokens)
 
 
+def shape_of(name: str, layers: int | None, **changes: str) -> DecoderConfig:
+    """A named shape with activations of this device's dtype, and so many layers if a number is given."""
+    dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+    fewer = {} if layers is None else {"num_layers": layers}
+    return replace(NAMED_SHAPES[name], dtype=dtype, **fewer, **changes)
+
+
+def random_model(shape: DecoderConfig, mesh: Mesh) -> tuple[SampledModel, nnx.State]:
+    """A model of this shape on the mesh, and its random parameters."""
+    graph, state = nnx.split(nnx.jit(lambda: Decoder(shape, rngs=nnx.Rngs(0), mesh=mesh))())
+    return SampledModel(graph, mesh), jax.device_put(state, parameter_shardings(state, mesh))
+
+
 def measure(config: SamplerSpeedConfig, choice: tuple[str, str, int], bytes_per_second: float) -> Measured:
     """Compiles and times one combination of model, mesh and rows."""
     name, mesh_text, rows = choice
@@ -115,16 +129,12 @@ def measure(config: SamplerSpeedConfig, choice: tuple[str, str, int], bytes_per_
     require(spec.sequence == 1, "--mesh", "no sequence ranks: a step has one token of a row", mesh_text)
     mesh = make_mesh(spec)
     require(rows % config.copies == 0, "--rows", f"a multiple of --copies {config.copies}", rows)
-    changes = {} if config.layers is None else {"num_layers": config.layers}
-    dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
-    dtypes = {"dtype": dtype, "param_dtype": config.param_dtype}
-    shape = replace(NAMED_SHAPES[name], attention=config.attention, **dtypes, **changes)
-    graph, state = nnx.split(nnx.jit(lambda: Decoder(shape, rngs=nnx.Rngs(0), mesh=mesh))())
-    state = jax.device_put(state, parameter_shardings(state, mesh))
+    options = {"attention": config.attention, "param_dtype": config.param_dtype}
+    shape = shape_of(name, config.layers, **options)
+    model, state = random_model(shape, mesh)
     count = spec.ranks * rows // config.copies
     prompts = np.random.default_rng(0).integers(0, shape.vocab_size, (count, config.prompt), np.int32)
     lengths = np.full(len(prompts), config.prompt, np.int32)
-    model = SampledModel(graph, mesh)
 
     def run(new_tokens: int) -> None:
         filters = {"top_k": config.top_k, "top_p": config.top_p, "record_support": config.record_support}

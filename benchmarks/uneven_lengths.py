@@ -13,22 +13,20 @@ import math
 import os
 import statistics
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from benchmarks.clock import spread
+from benchmarks.sampler_speed import random_model, shape_of
 from experiments.command_line import run_command
-from experiments.models.decoder import Decoder
 from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.models.named_shapes import NAMED_SHAPES
 from experiments.sampling.decoder_sampler import DecoderSampler
 from experiments.sampling.options import SamplingOptions
 from experiments.sampling.sample_token import CompletionRule
-from experiments.sampling.sampler import SampledModel
 from jaxlogp.errors import require
 
 LENGTH = 2**31 - 1
@@ -75,14 +73,11 @@ class RuleOfLengths(CompletionRule):
 
 def measure(config: UnevenLengthsConfig, way: str) -> tuple[int, float, float]:
     """Returns the tokens that a way draws, the seconds it takes, and their spread."""
-    mesh = make_mesh(MeshSpec())
-    changes = {} if config.layers is None else {"num_layers": config.layers}
-    dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
-    shape = replace(NAMED_SHAPES[config.model], dtype=dtype, **changes)
-    graph, state = nnx.split(nnx.jit(lambda: Decoder(shape, rngs=nnx.Rngs(0), mesh=mesh))())
+    shape = shape_of(config.model, config.layers)
+    model, state = random_model(shape, make_mesh(MeshSpec()))
     options = SamplingOptions(config.longest, 1.0, rows=None if way == "narrowed" else config.rows)
     rule = RuleOfLengths(options, (), 0, config.mean, 0.0 if way == "equal" else 1.0)
-    sampler = DecoderSampler(SampledModel(graph, mesh), rule)
+    sampler = DecoderSampler(model, rule)
     at_once = config.rows if way == "narrowed" else config.completions
     prompts = np.random.default_rng(0).integers(
         0, shape.vocab_size, (at_once // config.copies, config.prompt), np.int32

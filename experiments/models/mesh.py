@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int, Shaped
 
 from experiments.models.placement import placed
 from jaxlogp.errors import require
@@ -155,6 +156,31 @@ def split_rows(arrays: Any, mesh: Mesh) -> Any:
     more = -rows % num_ranks(mesh)
     padded = jax.tree.map(lambda x: np.concatenate([x, np.repeat(x[-1:], more, axis=0)]), arrays)
     return placed(padded, NamedSharding(mesh, P(row_axes(mesh))))
+
+
+def rows_of_ranks(x: Shaped[Array, "B ..."], kept: Int[Array, "ranks C"]) -> Shaped[Array, "ranks*C ..."]:
+    """Returns the rows with these indices among those of each rank, in this order; nothing is sent between ranks."""
+    ranks = len(kept)
+    taken = jax.vmap(lambda own, indices: own[indices])(x.reshape(ranks, -1, *x.shape[1:]), kept)
+    return taken.reshape(-1, *x.shape[1:])
+
+
+def put_in_ranks(
+    x: Shaped[Array, "T N"],
+    places: tuple[Int[Array, "ranks C ..."], Int[Array, "ranks C ..."]],
+    new: Shaped[Array, "ranks*C ..."],
+) -> Shaped[Array, "T N"]:
+    """Returns `x` with numbers at these rows, counted among those of each rank, and columns.
+
+    No place may occur twice, and those that do not exist are left out. Nothing is sent between ranks.
+    """
+    ranks = len(places[0])
+    # Unless it is known that no place occurs twice, a GPU with xla_gpu_deterministic_ops puts what belongs beyond the end of
+    # a row into the next row (benchmarks/results/invariant_gpu.md).
+    put = jax.vmap(
+        lambda own, rows, columns, values: own.at[rows, columns].set(values, mode="drop", unique_indices=True)
+    )
+    return put(x.reshape(ranks, -1, x.shape[1]), *places, new.reshape(ranks, -1, *new.shape[1:])).reshape(x.shape)
 
 
 def wait_if_simulated(result: Any, mesh: Mesh) -> Any:

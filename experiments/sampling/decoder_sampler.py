@@ -16,13 +16,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from experiments.models.attention import KVCache, continued, put_in_ranks, rows_of_ranks
+from experiments.models.attention import KVCache, continued
 from experiments.models.compiled_program import compile_program, largest
 from experiments.models.decoder import Decoder
-from experiments.models.mesh import num_ranks, row_axes, split_rows
+from experiments.models.mesh import num_ranks, put_in_ranks, row_axes, rows_of_ranks, split_rows
 from experiments.models.placement import bytes_a_device, placed, whole_on_host
 from experiments.sampling.sample_token import CompletionRule, keys_of_rows
 from experiments.sampling.sampler import SampledModel, Sampler, Samples
+from experiments.sampling.support import RecordedSupport
 
 FEWEST_ROWS = 16
 """No rank's batch is narrowed to fewer rows."""
@@ -55,8 +56,8 @@ class DecoderSampler(Sampler):
             # The unfinished ones of each rank first; finished ones fill the new size.
             kept = np.argsort(done.reshape(program.ranks, -1), axis=1, kind="stable")[:, :size].astype(np.int32)
             rows = _kept(rows, placed(kept, NamedSharding(mesh, P(row_axes(mesh)))))
-        samples = whole_on_host(rows.samples)
-        return jax.tree.map(lambda x: x[: len(prompts) * copies], self._with_lengths(samples))
+        drawn = whole_on_host(rows.drawn)
+        return jax.tree.map(lambda x: x[: len(prompts) * copies], self._samples(drawn))
 
     def memory(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> int | None:
         # All programs but those for the rows that are left when others have ended, which take less.
@@ -82,11 +83,12 @@ class DecoderSampler(Sampler):
         narrower = [rows >> halvings for halvings in range(1, 4)] if is_long else []
         return [*(size for size in narrower if size >= FEWEST_ROWS), 0]
 
-    def _with_lengths(self, samples: Samples) -> Samples:
-        """Returns the samples with the number of tokens up to the first that ends a completion, itself included."""
-        is_end = np.isin(samples.tokens, self._rule.eos_ids)
+    def _samples(self, drawn: "_Drawn") -> Samples:
+        """Returns what was drawn, with the number of tokens up to the first that ends a completion, itself included."""
+        is_end = np.isin(drawn.tokens, self._rule.eos_ids)
         is_end[:, -1] = True
-        return samples._replace(lengths=(is_end.argmax(axis=1) + 1).astype(np.int32))
+        lengths = (is_end.argmax(axis=1) + 1).astype(np.int32)
+        return Samples(drawn.tokens, drawn.log_probs, lengths, drawn.support)
 
 
 class _Program(NamedTuple):
@@ -96,6 +98,14 @@ class _Program(NamedTuple):
     rule: CompletionRule
     copies: int
     ranks: int
+
+
+class _Drawn(NamedTuple):
+    """Tokens of completions with their log-probs, and what they were drawn from, as in `Samples`."""
+
+    tokens: Int[Array, "T N"]
+    log_probs: Float[Array, "T N"]
+    support: RecordedSupport | None
 
 
 class _Waiting(NamedTuple):
@@ -117,7 +127,7 @@ class _Rows:
     A row's completion has number `numbers` among those of its rank, and `steps` tokens so far. `tokens` are the newest ones.
     """
 
-    samples: Samples
+    drawn: _Drawn
     numbers: Int[Array, " B"]
     steps: Int[Array, " B"]
     tokens: Int[Array, " B"]
@@ -150,13 +160,9 @@ def _prefill(program: _Program, state, prompts, lengths, key) -> _Rows:
             hidden, cache = jnp.repeat(hidden, copies, axis=0), cache.repeat_rows(copies)
     head = model.head()
     support = rule.no_support(total, head[1].shape[0])
-    log_probs = jnp.zeros((total, size), jnp.float32)
+    nothing = _Drawn(jnp.full((total, size), rule.pad_id, jnp.int32), jnp.zeros((total, size), jnp.float32), support)
     zeros = jnp.zeros(count, jnp.int32)
-    # Lengths are those of the tokens.
-    samples = Samples(
-        jnp.full(log_probs.shape, rule.pad_id, jnp.int32), log_probs, jnp.zeros(total, jnp.int32), support
-    )
-    rows = _Rows(samples, numbers.ravel(), zeros, zeros, jnp.zeros(count, jnp.bool_), key, cache, waiting)
+    rows = _Rows(nothing, numbers.ravel(), zeros, zeros, jnp.zeros(count, jnp.bool_), key, cache, waiting)
     return _extended(program, rows, hidden, head)
 
 
@@ -209,7 +215,7 @@ def _decode(program: _Program, size: int, state, rows: _Rows) -> _Rows:
 def _left(program: _Program, rows: _Rows) -> Int[Array, " ranks"]:
     """Returns how many completions of each rank have not ended, those that wait included."""
     left = jnp.sum(~rows.done.reshape(program.ranks, -1), axis=1)
-    return left if rows.waiting is None else left + len(rows.samples.tokens) // program.ranks - rows.waiting.begun
+    return left if rows.waiting is None else left + len(rows.drawn.tokens) // program.ranks - rows.waiting.begun
 
 
 def _refilled(program: _Program, rows: _Rows) -> tuple[_Rows, Float[Array, "B H"]]:
@@ -221,7 +227,7 @@ def _refilled(program: _Program, rows: _Rows) -> tuple[_Rows, Float[Array, "B H"
     assert waiting is not None, "the caller has asked"
     done = rows.done.reshape(ranks, -1)
     candidates = waiting.begun[:, None] + jnp.cumsum(done, axis=1, dtype=jnp.int32) - 1
-    begins = done & (candidates < len(rows.samples.tokens) // ranks)
+    begins = done & (candidates < len(rows.drawn.tokens) // ranks)
     numbers = jnp.where(begins, candidates, rows.numbers.reshape(ranks, -1))
     prompts, begins = numbers // program.copies, begins.ravel()
     done = rows.done & ~begins
@@ -250,7 +256,7 @@ def _kept(rows: _Rows, kept) -> _Rows:
 
 def _extended(program: _Program, rows: _Rows, hidden, head) -> _Rows:
     """Adds a token to every completion that has a row and has not ended."""
-    rule, before, each = program.rule, rows.samples, len(rows.samples.tokens) // program.ranks
+    rule, before, each = program.rule, rows.drawn, len(rows.drawn.tokens) // program.ranks
     numbers = rows.numbers.reshape(program.ranks, -1)
     row_ids = (numbers + each * jnp.arange(program.ranks, dtype=jnp.int32)[:, None]).ravel()
     # What is drawn after the end goes nowhere.
@@ -261,7 +267,7 @@ def _extended(program: _Program, rows: _Rows, hidden, head) -> _Rows:
     sampled, done, support = rule.next_tokens(hidden, head, *of_rows)
     at = places, rows.steps.reshape(numbers.shape)
     tokens, log_probs = (put_in_ranks(x, at, new) for x, new in zip(before[:2], sampled[:2], strict=True))
-    samples = before._replace(tokens=tokens, log_probs=log_probs, support=support)
     steps = rows.steps + ~rows.done
     done |= steps == rule.options.max_new_tokens
-    return replace(rows, samples=samples, tokens=sampled.tokens, done=done, steps=steps)
+    drawn = _Drawn(tokens, log_probs, support)
+    return replace(rows, drawn=drawn, tokens=sampled.tokens, done=done, steps=steps)

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from experiments.models.attention import put_in_ranks, rows_of_ranks
+from experiments.models.mesh import put_in_ranks, rows_of_ranks
 from jaxlogp import Support
 
 RESERVED = 1 / 8

@@ -6,6 +6,7 @@ import pytest
 from benchmarks import uneven_lengths
 from benchmarks.uneven_lengths import UnevenLengthsConfig
 from experiments.models.decoder_config import DecoderConfig
+from experiments.models.named_shapes import NAMED_SHAPES
 
 CONFIG = UnevenLengthsConfig(
     model="tiny", rows=8, completions=128, copies=4, prompt=3, mean=5, longest=60, repeats=1, layers=None
@@ -17,7 +18,7 @@ TINY = DecoderConfig.qwen3(
 
 @pytest.mark.slow
 def test_lengths_have_the_mean_that_is_asked_for(monkeypatch, capsys):
-    monkeypatch.setattr(uneven_lengths, "NAMED_SHAPES", {"tiny": TINY})
+    monkeypatch.setitem(NAMED_SHAPES, "tiny", TINY)
     assert set(uneven_lengths.main(CONFIG)) == {"equal", "refilled", "narrowed"}
     tokens = [int(line.split("|")[2].replace(",", "")) for line in capsys.readouterr().out.splitlines()[3:]]
     assert tokens[0] == 128 * 5
@@ -29,6 +30,6 @@ def test_lengths_have_the_mean_that_is_asked_for(monkeypatch, capsys):
 @pytest.mark.bad_input
 @pytest.mark.parametrize("completions", [129, 4])
 def test_completions_that_do_not_fill_the_rows_are_refused(monkeypatch, completions):
-    monkeypatch.setattr(uneven_lengths, "NAMED_SHAPES", {"tiny": TINY})
+    monkeypatch.setitem(NAMED_SHAPES, "tiny", TINY)
     with pytest.raises(ValueError, match="^--completions: expected a multiple of --rows 8"):
         uneven_lengths.main(UnevenLengthsConfig(model="tiny", rows=8, completions=completions, copies=4))

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
-from experiments.models.mesh import TENSOR_AXIS, axes_of_rows, size_of
+from experiments.models.mesh import TENSOR_AXIS, axes_of_rows, rows_of_ranks, size_of
 
 
 class LayerCache(NamedTuple):
@@ -28,31 +28,6 @@ def cache_spec(shape: tuple[int, ...], mesh: Mesh) -> P:
     """Returns how rows and heads, the first two axes of this shape, are split: where the mesh divides them."""
     tensor = size_of(mesh, TENSOR_AXIS)
     return P(axes_of_rows(shape[0], mesh), TENSOR_AXIS if tensor > 1 and shape[1] % tensor == 0 else None)
-
-
-def rows_of_ranks(x: Shaped[Array, "B ..."], kept: Int[Array, "ranks C"]) -> Shaped[Array, "ranks*C ..."]:
-    """Returns the rows with these indices among those of each rank, in this order; nothing is sent between ranks."""
-    ranks = len(kept)
-    taken = jax.vmap(lambda own, indices: own[indices])(x.reshape(ranks, -1, *x.shape[1:]), kept)
-    return taken.reshape(-1, *x.shape[1:])
-
-
-def put_in_ranks(
-    x: Shaped[Array, "T N"],
-    places: tuple[Int[Array, "ranks C ..."], Int[Array, "ranks C ..."]],
-    new: Shaped[Array, "ranks*C ..."],
-) -> Shaped[Array, "T N"]:
-    """Returns `x` with numbers at these rows, counted among those of each rank, and columns.
-
-    No place may occur twice, and those that do not exist are left out. Nothing is sent between ranks.
-    """
-    ranks = len(places[0])
-    # Unless it is known that no place occurs twice, a GPU with xla_gpu_deterministic_ops puts what belongs beyond the end of
-    # a row into the next row (benchmarks/results/invariant_gpu.md).
-    put = jax.vmap(
-        lambda own, rows, columns, values: own.at[rows, columns].set(values, mode="drop", unique_indices=True)
-    )
-    return put(x.reshape(ranks, -1, x.shape[1]), *places, new.reshape(ranks, -1, *new.shape[1:])).reshape(x.shape)
 
 
 class RowCache(NamedTuple):

@@ -14,12 +14,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
-from experiments.models.attention.cache import KVCache, LayerCache, cache_spec, rows_of_ranks
+from experiments.models.attention.cache import KVCache, LayerCache, cache_spec
 from experiments.models.attention.call import NARROW_DTYPES, needs_nvidia_gpu
 from experiments.models.attention.choice import AttentionRun
 from experiments.models.attention.einsum import capped, mask_bias, precision_of
 from experiments.models.attention.triton_cached import BLOCK
-from experiments.models.mesh import TENSOR_AXIS, axes_of_rows, size_of
+from experiments.models.mesh import TENSOR_AXIS, axes_of_rows, rows_of_ranks, size_of
 
 IMPLEMENTATIONS = ("einsum", "triton")
 
@@ -85,7 +85,6 @@ def continued(cache: KVCache, prompts: Int[Array, "ranks C"], slots: int, mesh: 
         prompt_lengths=rows_of_ranks(cache.prompt_lengths, prompts),
         prompt_of_row=prompts.ravel(),
         filled=jnp.zeros(prompts.size, jnp.int32),
-        copies=1,
     )
 
 
