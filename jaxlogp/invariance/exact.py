@@ -23,7 +23,10 @@ def split(x: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..
 
 
 def product(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Computes a * b to within two roundings, from exact partial products; the result may be added to anything."""
+    """Computes a * b to within two roundings, from exact partial products; the result may be added to anything.
+
+    Below fp32's smallest normal number, 2^-126, it is what ``a * b`` is on the device: 0 where that flushes.
+    """
     (a_high, a_low), (b_high, b_low) = split(a), split(b)
     exact = ((a_low * b_low + a_low * b_high) + a_high * b_low) + a_high * b_high
     # Partial products of tiny numbers would underflow, and split does not work on infinities.
