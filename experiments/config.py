@@ -304,6 +304,9 @@ _CHANGEABLE = {
 # With it a checkpoint holds the policy that training began with; one that was saved without it cannot bring it back.
 _FIXED = ("evaluation.kl",)
 
+# What a run has chosen by the memory of its devices, and keeps.
+_CHOSEN = (("model.remat", "auto"), ("schedule.rows", None))
+
 
 def is_changeable(name: str) -> bool:
     """Returns True if a resume may change an option: the place and length of the run and its reports, not its identity."""
@@ -331,6 +334,7 @@ def apply_changes(stored: Config, changes: Mapping[str, Any]) -> Config:
         name: value
         for name, value in changes.items()
         if value_of(stored, name) not in (value_of(given, name), value_of(resolved, name))
+        and (name, value) not in _CHOSEN
     }
     refused = [
         f"{option_name(name)}: the run has {_shown(value_of(stored, name))}, given {_shown(value_of(given, name))}"

@@ -12,7 +12,7 @@ from benchmarks.regression.start import run_timed, start_command
 from benchmarks.step_speed import __main__ as step_speed
 from experiments.config import Config, ModelConfig, ScheduleConfig
 from experiments.loop.find_model import find_model
-from experiments.loop.remat import remat_choices
+from experiments.loop.plan import plans_of
 from experiments.loop.supervised import find_task
 from jaxlogp.errors import require
 
@@ -94,9 +94,9 @@ def default_remat(sizes: Sizes) -> str:
     schedule = ScheduleConfig(rows=rows, row_length=length)
     config = Config(task="word_problems:2", model=ModelConfig(name=sizes.model), schedule=schedule).resolved()
     task = find_task(config)
-    choice = next(remat_choices(config, task, find_model(config, task, None, restored=False)), None)
-    print(f"  {choice or f'recomputation in the backward pass: {config.model.remat}'}", flush=True)
-    return config.model.remat if choice is None else choice.policy
+    plan = next(plans_of(config, task, find_model(config, task, None, restored=False), chooses_remat=True), None)
+    print(f"  {plan or f'recomputation in the backward pass: {config.model.remat}'}", flush=True)
+    return config.model.remat if plan is None or plan.remat is None else plan.remat
 
 
 def measure_step(sizes: Sizes) -> list[Figure]:

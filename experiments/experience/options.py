@@ -28,7 +28,8 @@ class ScheduleConfig:
     """Passes over the completions of a rollout, each in an order of its own, in steps of --schedule.docs-per-step."""
     rows: Annotated[int | None, AtLeast(1)] = None
     """Packed rows of one micro-batch on one data rank.
-    None: split a step into equal micro-batches of at most about 1024 tokens on a CPU, 16384 elsewhere.
+    None: split a step into equal micro-batches of at most about 1024 tokens on a CPU; elsewhere of 16384, or of fewer if
+    they do not fit into a device's memory with --model.remat full.
     With --invariant it is --invariance.leaf-rows."""
     row_length: Annotated[int | None, AtLeast(2)] = None
     """Tokens of one packed row; no document may be longer. None: the task's longest document."""
@@ -69,7 +70,7 @@ class RolloutConfig:
     """Completions per prompt: the size of an advantage group."""
     rows: Annotated[int | None, AtLeast(1)] = None
     """Completions drawn at a time on one data rank, also by an evaluation. The next takes the place of one that has ended.
-    The same tokens are drawn, in less memory. None: all of a rollout at once."""
+    The same tokens are drawn, in less memory. None: all of a rollout at once, or as many as fit into a device's memory."""
     # Beyond this, logits or their gradients leave the range of fp32, or nothing is left of a difference between them.
     temperature: Annotated[float, Within(0.01, 100.0)] = 1.0
     """Divisor of the logits, in the sampler and in the trainer."""

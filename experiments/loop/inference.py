@@ -85,7 +85,7 @@ def make_inference(
         rewards = config.reward.rewards(task) if rewards is None else rewards
         sizes = length_limits(task, tokenizer, config.rollout, config.schedule, mesh, backend.leaf_rows)
         refills = model.decoder is not None and not config.invariant
-        rows = _rows_of_evaluation(config.rollout, backend.rollout_ranks) if refills else config.rollout.rows
+        rows = completions_at_a_time(config.rollout, backend.rollout_ranks) if refills else config.rollout.rows
         options = SamplingOptions(sizes.completion, temperature=1.0, stop=config.rollout.stop, rows=rows)
         evaluation = AnswerEvaluation(task, rewards, config.evaluation.num_prompts, sizes.prompt, options)
     shapes = mesh.ranks, sizes.rows, sizes.row, model.vocab_size, tokenizer.pad_id
@@ -102,6 +102,6 @@ def make_inference(
     )
 
 
-def _rows_of_evaluation(rollout: RolloutConfig, ranks: int) -> int:
-    """Returns how many completions a rank draws at a time: as many as in a rollout, so that it takes no more memory."""
+def completions_at_a_time(rollout: RolloutConfig, ranks: int) -> int:
+    """Returns how many completions a rank draws at a time; an evaluation as many as a rollout, so that it takes no more."""
     return rollout.rows or math.ceil(rollout.prompts_per_rollout * rollout.num_generations / ranks)

@@ -35,10 +35,6 @@ CURES = {
 }
 
 
-class DoesNotFit(ValueError):
-    """A run needs more memory than its devices have."""
-
-
 class MemoryNeed(NamedTuple):
     """Bytes of one device: held all the time, and on top of that at different moments, by name.
 
@@ -64,6 +60,21 @@ class MemoryNeed(NamedTuple):
         return f"{size(self.total)} (state {size(self.state)}; beyond it: {beyond}{most})"
 
 
+class DoesNotFit(ValueError):
+    """A run needs more memory than its devices have: `found` says how much."""
+
+    def __init__(self, need: MemoryNeed, limit: int, cures: str) -> None:
+        self.need, self.limit = need, limit
+        self.found = f"memory: a device needs {need} and has {size(limit)}"
+        super().__init__(f"{self.found}; try {cures}")
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """How much there is room for of each part that is too large beside the state; empty if the state alone is."""
+        room = self.limit - self.need.state
+        return {name: room / part for name, part in self.need.parts.items() if 0 < room < part}
+
+
 def say_memory(setup: Setup, progress: Progress, console: RunConsole, *, resumed: bool = False) -> None:
     """Compiles the programs of a step, a rollout and an evaluation, as their first calls would, and prints what they need.
 
@@ -74,9 +85,11 @@ def say_memory(setup: Setup, progress: Progress, console: RunConsole, *, resumed
     warm_start_to_come = setup.warms_up and progress.evaluated < 0
     with console.waiting("compiling the programs of a step, a rollout and an evaluation"):
         need = memory_need(setup, warm_start_to_come=warm_start_to_come)
-    # Of all processes: each knows its own devices.
-    limits = processes().gather("memory of devices", device_limit(setup.mesh.local_devices))
-    limit = min((each for each in limits if each is not None), default=None)
+    # Each process knows its own devices, and all of them have to decide alike.
+    told = {"limit": device_limit(setup.mesh.local_devices), "need": need._replace(parts=dict(need.parts))}
+    everywhere = processes().gather("memory of devices", told)
+    limit = min((each["limit"] for each in everywhere if each["limit"] is not None), default=None)
+    need = max((MemoryNeed(*each["need"]) for each in everywhere), key=lambda each: each.total)
     of_device = f"memory per device: {need}" + ("" if limit is None else f"; limit: {size(limit)}")
     console.say(of_device + (f"; on the host, for a checkpoint: {size(need.host)}" if need.host else ""))
     programs = cache_report()
@@ -85,11 +98,10 @@ def say_memory(setup: Setup, progress: Progress, console: RunConsole, *, resumed
     if limit is None or need.total <= limit:
         return
     cures = [cure for option, cure in CURES.items() if not resumed or is_changeable(option)]
-    fits = ", ".join([*cures, "a device with more memory"])
-    sentence = f"memory: a device needs {need} and has {size(limit)}; try {fits}"
+    error = DoesNotFit(need, limit, ", ".join([*cures, "a device with more memory"]))
     if need.state > limit or need.total > ACCURACY * limit:
-        raise DoesNotFit(sentence)
-    console.warn(sentence)
+        raise error
+    console.warn(str(error))
 
 
 def memory_need(setup: Setup, *, warm_start_to_come: bool) -> MemoryNeed:

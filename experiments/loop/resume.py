@@ -11,9 +11,10 @@ from flax import nnx
 from experiments.config import Config, apply_changes, validate
 from experiments.experience.own_source import resolve_source
 from experiments.loop.assemble import Setup
+from experiments.loop.found import find_parts, resolve_task
 from experiments.loop.loop import Progress
 from experiments.loop.memory import say_memory
-from experiments.loop.run import Result, Run, find_parts, resolve_task
+from experiments.loop.run import Result, Run
 from experiments.loop.run_parts import NOTHING_OWN, RewardPairs, UserParts, require_own_task, require_same_parts
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.processes import processes

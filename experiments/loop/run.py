@@ -12,39 +12,34 @@ from typing import Any
 
 from flax import nnx
 
-from experiments.config import Config, RewardConfig, validate
+from experiments.config import Config, validate
 from experiments.experience.experience import ExperienceSource, Policy
 from experiments.experience.own_source import resolve_source
-from experiments.learner.model_source import DecoderSource, ModelSource
-from experiments.loop.assemble import Setup, assemble
+from experiments.loop.assemble import Setup
 from experiments.loop.evaluation import Scores
-from experiments.loop.find_model import find_model, with_own_model
-from experiments.loop.loop import Outcome, Progress, resume_hint
-from experiments.loop.memory import DoesNotFit, peak_bytes, say_memory, size
-from experiments.loop.remat import RematChoice, remat_choices
-from experiments.loop.run_parts import NOTHING_OWN, RewardPairs, UserParts, parts_of
+from experiments.loop.find_model import with_own_model
+from experiments.loop.found import Found, find_parts, resolve_task
+from experiments.loop.loop import Outcome, resume_hint
+from experiments.loop.memory import peak_bytes, size
+from experiments.loop.plan import set_up_what_fits
+from experiments.loop.run_parts import NOTHING_OWN, RewardPairs, UserParts
 from experiments.loop.session import Resumption, run_to_end
-from experiments.loop.start_report import print_start_report
-from experiments.loop.supervised import SupervisedFile, find_task
+from experiments.loop.supervised import SupervisedFile
 from experiments.models.dtype_choice import DtypeChoice, dtype_here
 from experiments.models.huggingface.export import write_files
 from experiments.models.mesh import parse_mesh
 from experiments.models.pretrained import small_files
-from experiments.options import flat_fields, option_name, value_of
 from experiments.processes import processes
-from experiments.runs.config_file import save_config, to_json
+from experiments.runs.config_file import save_config
 from experiments.runs.console import HeldOut, RunConsole
 from experiments.runs.ends import AlreadyFinished, RunEnded
-from experiments.runs.environment import versions_text
 from experiments.runs.files import write_json
 from experiments.runs.folder import LONGEST_NAME_BYTES, RunFolder, is_folder_name, read_metrics
-from experiments.runs.identity import RunParts, require_settings
+from experiments.runs.identity import require_settings
 from experiments.runs.lock import RunLock
 from experiments.runs.plots import plot_runs
 from experiments.tasks import Reward, Rewards, Task
-from experiments.tasks.protocol import data_digest
 from experiments.tasks.registry import names_user_task
-from experiments.tasks.rewards import rewards_of
 from jaxlogp.errors import require
 
 
@@ -127,49 +122,6 @@ class Run:
         return _finish(self, console, outcome, time.perf_counter() - started)
 
 
-@dataclass(frozen=True)
-class Found:
-    """What options and caller name, found and compared between the processes; nothing is compiled.
-
-    Rewards and source are the caller's; None for those of the options.
-    """
-
-    config: Config
-    task: Task | SupervisedFile
-    rewards: Rewards | None
-    source: Any
-    model: ModelSource
-    parts: RunParts
-
-    def report(self, folder: Path, dtype: DtypeChoice) -> None:
-        print_start_report(self.config, self.task, self.model, folder, dtype, self.rewards)
-
-    def assemble(self, *, restored: bool = False) -> Setup:
-        given = {"model": self.model, "restored": restored, "source": self.source}
-        with RunConsole(self.config.quiet).waiting("making model, learner and sampler"):
-            return assemble(self.config, self.task, self.rewards, **given)
-
-    def with_remat(self, policy: str) -> "Found":
-        """Returns the same with another recomputation, of a decoder."""
-        assert isinstance(self.model, DecoderSource), "no other model has a choice"
-        model = dataclasses.replace(self.model, decoder=dataclasses.replace(self.model.decoder, remat=policy))
-        options = dataclasses.replace(self.config.model, remat=policy)
-        return dataclasses.replace(self, model=model, config=dataclasses.replace(self.config, model=options))
-
-
-def find_parts(
-    config: Config, user: UserParts, task: Task | SupervisedFile, source: Any, *, restored: bool = False
-) -> Found:
-    """Finds rewards and model, and compares them between the processes."""
-    rewards = resolve_rewards(config, user.reward)
-    require(rewards is None or not config.supervised, "reward", "none in supervised learning", "your own")
-    config = dataclasses.replace(config, task=task.name)
-    require_same_run(config, task)
-    model = find_model(config, task, user.model, restored=restored)
-    parts = parts_of(config, task, user, rewards, source, model)
-    return Found(config, task, rewards, source, model, parts)
-
-
 def set_up(config: Config, user: UserParts = NOTHING_OWN) -> Run:
     """Makes a run and its folder; nothing is trained yet."""
     require_settings()
@@ -186,45 +138,9 @@ def set_up(config: Config, user: UserParts = NOTHING_OWN) -> Run:
     path = Path(processes().from_first("run folder", lambda: str(_new_path(config, task))))
     found = find_parts(config, user, task, source)
     found.report(path, dtype)
-    choices = list(remat_choices(config, task, found.model)) if chooses_remat else []
-    found, setup = _first_that_fits(found, choices)
+    found, setup = set_up_what_fits(found, chooses_remat=chooses_remat)
     folder, lock = _made_by_first(path, found)
     return Run(setup, folder, lock, dtype)
-
-
-def _first_that_fits(found: Found, choices: list[RematChoice]) -> tuple[Found, Setup]:
-    """Compiles a run with one recomputation after the other, if there is a choice, until its programs fit."""
-    console = RunConsole(found.config.quiet)
-    for choice in choices[:-1]:
-        console.say(str(choice))
-        tried = found.with_remat(choice.policy)
-        try:
-            return tried, _assembled(tried, console)
-        except DoesNotFit as error:
-            console.warn(f"{error}; recomputing more")
-    if choices:
-        console.say(str(choices[-1]))
-        found = found.with_remat(choices[-1].policy)
-    return found, _assembled(found, console)
-
-
-def _assembled(found: Found, console: RunConsole) -> Setup:
-    setup = found.assemble()
-    say_memory(setup, Progress(), console)
-    return setup
-
-
-def require_same_run(config: Config, task: Task | SupervisedFile) -> None:
-    """Refuses processes that would not compute the same run: with other versions, options or data."""
-    # What one of them prints is its own affair.
-    options = {
-        option_name(field): to_json(value_of(config, field))
-        for field in flat_fields(Config)
-        if field not in ("quiet", "log_every")
-    }
-    processes().require_same(
-        "options", {**options, "versions": versions_text(), "the examples' sha256": data_digest(task)}
-    )
 
 
 def _made_by_first(path: Path, found: Found) -> tuple[RunFolder, RunLock | None]:
@@ -288,19 +204,6 @@ def _with_lasting_base(config: Config) -> Config:
     if path is None or not Path(path).exists():
         return config
     return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(Path(path).resolve())))
-
-
-def resolve_task(config: Config, task: Task | None) -> Task | SupervisedFile:
-    """The task that options name, or the caller's own, asked as options say."""
-    return find_task(config) if task is None else config.data.user_task(task)
-
-
-def resolve_rewards(config: Config, reward: Reward | RewardPairs | Rewards | None) -> Rewards | None:
-    if reward is None:
-        return None
-    expected = "no other options where train is given a reward"
-    require(config.reward == RewardConfig(), "--reward", expected, "other options")
-    return rewards_of(reward)
 
 
 def _finish(run: Run, console: RunConsole, outcome: Outcome, seconds: float) -> Result:

@@ -16,7 +16,7 @@ from experiments.experience.prompts import (
     longest_completion,
 )
 from experiments.learner.model_source import ModelSource, UserModel
-from experiments.loop.memory import require_room, training_bytes
+from experiments.loop.memory import device_limit, require_room, training_bytes
 from experiments.loop.supervised import SupervisedFile
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.models.lora import trained_part
@@ -124,12 +124,16 @@ def _rollout_facts(
 
 
 def _cache_slots(config: Config, task: Task, model: ModelSource, held_out: int) -> int:
-    """Tokens in the cache of a rollout or of an evaluation of so many prompts, which has no more rows."""
+    """Tokens in the least cache of a rollout or of an evaluation of so many prompts.
+
+    Where a device has a limit, and no option names a number, completions may be drawn one by one.
+    """
     sizes = length_limits(task, model.tokenizer, config.rollout, config.schedule, parse_mesh(config.mesh))
     rollout = config.rollout
     completions = rollout.prompts_per_rollout * rollout.num_generations
     ranks = parse_mesh(rollout.mesh or config.mesh).of_rollouts(keep_tensor=True).ranks
-    rows = min(completions, (rollout.rows or completions) * ranks)
+    at_a_time = completions if device_limit(jax.local_devices()) is None else 1
+    rows = min(completions, (rollout.rows or at_a_time) * ranks)
     return max(rollout.prompts_per_rollout, held_out) * sizes.prompt + rows * sizes.completion
 
 

@@ -10,7 +10,7 @@ import pytest
 from experiments import evaluate, grpo
 from experiments.config import Config
 from experiments.experience.worked_examples import WorkedExamples
-from experiments.loop import run as run_module
+from experiments.loop import plan
 from experiments.loop.loop import take_step
 from experiments.loop.resume import resume
 from experiments.loop.run import set_up, train
@@ -196,7 +196,7 @@ def test_an_engine_that_cannot_run_here_is_refused_before_there_is_a_folder(engi
 @pytest.mark.parametrize("backend, dtype", [("cpu", "float32"), ("gpu", "bfloat16")])
 def test_the_dtype_follows_the_device_and_is_kept(tmp_path, monkeypatch, backend, dtype):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(run_module, "say_memory", lambda *given: None)
+    monkeypatch.setattr(plan, "say_memory", lambda *given: None)
     run = set_up(tiny(tmp_path, backend))
     assert run.setup.config.model.dtype == dtype
     assert load_config(run.folder.config, Config).model.dtype == dtype

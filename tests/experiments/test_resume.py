@@ -9,6 +9,7 @@ import pytest
 
 from experiments import grpo
 from experiments.config import Config, apply_changes, identity_options, is_changeable
+from experiments.loop import found, plan
 from experiments.loop import resume as module
 from experiments.loop import run as run_module
 from experiments.loop.loop import Progress
@@ -48,7 +49,7 @@ def at(step):
 @pytest.fixture(autouse=True)
 def compiles_nothing(monkeypatch):
     """Nothing here runs: what it would need of memory is in test_memory.py."""
-    for each in (module, run_module):
+    for each in (module, plan):
         monkeypatch.setattr(each, "say_memory", lambda *given, **options: None)
 
 
@@ -176,7 +177,7 @@ def test_the_command_resumes_from_another_folder_and_names_changed_data(tmp_path
     """Set up for real, up to what a run consists of, which a stand-in replaces."""
     write(tmp_path / "questions.jsonl")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run_module, "assemble", lambda *given, **options: None)
+    monkeypatch.setattr(found, "assemble", lambda *given, **options: None)
     monkeypatch.setattr(module.Run, "finish", lambda self: self)
     options = tiny(tmp_path, "run", task="jsonl:questions.jsonl", schedule={"steps": 3}, quiet=False)
     run = set_up(options)
@@ -208,7 +209,7 @@ def test_the_command_resumes_from_another_folder_and_names_changed_data(tmp_path
 
 
 def test_a_process_that_ends_before_the_run_folder_is_whole_leaves_its_name_free(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_module, "assemble", lambda *given, **options: None)
+    monkeypatch.setattr(found, "assemble", lambda *given, **options: None)
     monkeypatch.setattr(run_module, "save_config", lambda path, config: {}[path])
     for _ in range(2):
         with pytest.raises(KeyError):

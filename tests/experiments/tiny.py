@@ -17,7 +17,7 @@ from experiments.config import (
     ScheduleConfig,
     WarmStartConfig,
 )
-from experiments.loop import run
+from experiments.loop import found, plan, run
 from experiments.loop.run_parts import UserParts
 
 TINY = Config(
@@ -72,8 +72,8 @@ def contents(folder) -> dict[str, bytes | None]:
 
 def set_up_without_programs(monkeypatch):
     """Returns what sets up runs for real, up to what a run consists of, which a stand-in replaces."""
-    monkeypatch.setattr(run, "assemble", lambda *given, **options: None)
-    monkeypatch.setattr(run, "say_memory", lambda *given, **options: None)
+    monkeypatch.setattr(found, "assemble", lambda *given, **options: None)
+    monkeypatch.setattr(plan, "say_memory", lambda *given, **options: None)
 
     def begin(config, **own):
         begun = run.set_up(config, UserParts(**own))
