@@ -69,8 +69,10 @@ class DecoderSampler(Sampler):
         rows = len(prefill.results.done) // program.ranks
         size = self._sizes(rows)[0]
         decode = compile_program(_decode, program, size, state, prefill.results)
-        # While rows leave, those that stay are there twice.
-        twice = bytes_a_device(prefill.results) * (rows + size) // rows
+        # While rows leave, what those that stay have drawn is there twice, and their prompts if each has its own.
+        cache = prefill.results.cache
+        own = [held if cache.prompt_of_row is None else (held.keys, held.values) for held in cache.layers]
+        twice = bytes_a_device(prefill.results) + bytes_a_device(own) * size // rows
         need = largest(twice, *(each.bytes_beside(bytes_a_device(state)) for each in (prefill, decode)))
         return None if need is None else need + copied
 
