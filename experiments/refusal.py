@@ -22,6 +22,10 @@ class Refusal:
     what: str
     prompts: Mapping[int, list[int]] = field(default_factory=dict)
 
+    def explained_by(self, fault: str | None) -> "Refusal":
+        """Returns why a step is refused whose documents are not finite: of parameters with a `fault`, no log-prob is."""
+        return self if fault is None else Refusal(fault)
+
     def sentence(self, tokenizer: Tokenizer) -> str:
         if not self.prompts:
             return self.what

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,13 @@ class StepResult:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     refusal: Refusal | None = None
     drift: StepDrift | None = None
+
+
+class LearnerState(NamedTuple):
+    """Arrays and JSON of a learner, from which it goes on."""
+
+    arrays: dict[str, Any]
+    counters: dict[str, Any]
 
 
 class Learner:
@@ -112,7 +119,7 @@ class Learner:
             check_documents(documents)
             documents = self._with_selection(documents)
         except NotFinite as error:
-            return StepResult(refusal=self.explain(error.refusal))
+            return StepResult(refusal=error.refusal.explained_by(self.fault()))
         if self._skips:
             computed, rounds = self.gradients.without_zeros(documents, self._step_packing)
         else:
@@ -173,11 +180,6 @@ class Learner:
         both = (self.state.params, self.reference)
         return kl_between(*(log_probs_of(documents, gradients, params, packing) for params in both))
 
-    def explain(self, refusal: Refusal) -> Refusal:
-        """Returns why a step is refused whose documents are not finite: of parameters that are not, no log-prob is."""
-        fault = self.fault()
-        return refusal if fault is None else Refusal(fault)
-
     def fault(self) -> str | None:
         """Returns a phrase that names what of parameters and optimizer state is not finite; None where all is."""
         return self._update.first_non_finite(self.state)
@@ -186,29 +188,28 @@ class Learner:
         """Returns a phrase that names a part of the state of which devices hold different copies; None where all agree."""
         return self._backend.replicas.first_mismatch(self.state._asdict())
 
-    def arrays(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds as arrays: parameters, optimizer state, and the reference where there is one."""
+    def saved(self) -> LearnerState:
+        """Returns what a checkpoint holds: parameters, optimizer state, and the reference where there is one; as JSON the
+        version, a fingerprint of what is not trained, and a controlled entropy coefficient."""
         leaves = jax.tree.leaves(self.state.opt_state)
         arrays = {
             "params": nnx.to_pure_dict(self.state.params),
             "opt_state": {f"{index:04d}": leaf for index, leaf in enumerate(leaves)},
         }
-        return arrays if self.reference is None else {**arrays, "reference": nnx.to_pure_dict(self.reference)}
-
-    def counters(self) -> dict[str, Any]:
-        """Returns as JSON the version, a fingerprint of what is not trained, and a controlled entropy coefficient."""
+        if self.reference is not None:
+            arrays["reference"] = nnx.to_pure_dict(self.reference)
         counters = {"version": self.version, "frozen": fingerprint(self._backend.frozen)}
         if self.entropy_coefficient is not None:
             counters["entropy_coefficient"] = self.entropy_coefficient
-        return counters
+        return LearnerState(arrays, counters)
 
     def template(self) -> dict[str, Any]:
         """Returns arrays of the shapes and places of those to restore."""
-        arrays = self.arrays()
+        arrays = self.saved().arrays
         return {**arrays, "reference": arrays["params"]} if self.keeps_reference else arrays
 
     def restore(self, arrays: Mapping[str, Any], counters: Mapping[str, Any]) -> None:
-        """Takes over what `arrays` and `counters` returned; ValueError if what is not trained differs."""
+        """Takes over what `saved` returned; ValueError if what is not trained differs."""
         require_same_frozen(counters, self._backend.frozen)
         params, opt_state = self.state.params, self.state.opt_state
         opt_leaves = [leaf for _, leaf in sorted(arrays["opt_state"].items())]

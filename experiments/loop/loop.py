@@ -83,7 +83,7 @@ def take_step(
         # The update takes over the memory of its parameters.
         policy.end()
     if taken.refusal is not None:
-        return StepResult(refusal=setup.learner.explain(taken.refusal)), taken
+        return StepResult(refusal=taken.refusal.explained_by(setup.learner.fault())), taken
     if not taken.documents:
         return None
     when_drawn()
@@ -287,8 +287,9 @@ class Loop:
             self._require(step, "not saved, copies differ", learner.mismatch())
         self._console.say(f"{self._phase.at(step)}: saving a checkpoint")
         before = None if self.before is None else self.before._asdict()
-        counters = {"progress": vars(self.progress), "learner": learner.counters(), "feed": self._feed.state()}
-        self._writer.save(step, learner.arrays(), **counters, before=before)
+        saved = learner.saved()
+        counters = {"progress": vars(self.progress), "learner": saved.counters, "feed": self._feed.state()}
+        self._writer.save(step, saved.arrays, **counters, before=before)
         self._saved_step, self._saved_at = step, time.monotonic()
 
     def _save_now(self) -> None:

@@ -13,7 +13,7 @@ import pytest
 from experiments.config import Config
 from experiments.experience.experience import Experience
 from experiments.experience.prompts import LengthLimits
-from experiments.learner.learner import StepResult
+from experiments.learner.learner import LearnerState, StepResult
 from experiments.learner.packing import Packing
 from experiments.loop import loop, session
 from experiments.loop.evaluation import ExactMatch
@@ -58,24 +58,18 @@ class Learner:
         self.state = self.state * 2 + 1
         return StepResult({"loss": float(self.state), "grad_norm": 1.0})
 
-    def explain(self, refusal):
-        return refusal
-
     def fault(self):
         return self.run.damage.get(f"unsound {self.run.step}")
 
     def mismatch(self):
         return self.run.damage.get(f"copies {self.run.step}")
 
-    def arrays(self):
+    def saved(self):
         self.run.now(f"save {self.run.step}")
-        return {"state": self.state}
+        return LearnerState({"state": self.state}, {})
 
     def template(self):
         return {"state": self.state}
-
-    def counters(self):
-        return {}
 
     def restore(self, arrays, counters):
         self.state = arrays["state"]
@@ -210,7 +204,7 @@ def whole(tmp_path_factory):
 
 def test_an_update_waits_until_what_is_saved_is_copied(tmp_path, monkeypatch):
     """It takes over the memory of the state."""
-    saved, copied, copy, arrays, step = [], [], checkpoint.over_processes, Learner.arrays, Learner.step
+    saved, copied, copy, save, step = [], [], checkpoint.over_processes, Learner.saved, Learner.step
 
     def copy_slowly(leaf):
         time.sleep(0.1)
@@ -222,7 +216,7 @@ def test_an_update_waits_until_what_is_saved_is_copied(tmp_path, monkeypatch):
         return step(learner, documents, **options)
 
     monkeypatch.setattr(checkpoint, "over_processes", copy_slowly)
-    monkeypatch.setattr(Learner, "arrays", lambda learner: saved.append(learner) or arrays(learner))
+    monkeypatch.setattr(Learner, "saved", lambda learner: saved.append(learner) or save(learner))
     monkeypatch.setattr(Learner, "step", step_after_copy)
     *_, run = start(tmp_path, steps=3, checkpoint={"every": 1})
     run()

@@ -87,7 +87,7 @@ def small(parent: Path) -> Subject:
 def tiny(parent: Path) -> Subject:
     """The run of a trainer, four steps and two checkpoints."""
     result = train(dataclasses.replace(tiny_config(*OPTIONS), out=str(parent), name="tiny"))
-    arrays = result.setup.learner.arrays()
+    arrays = result.setup.learner.saved().arrays
     return _subject(result.run, restore_template(arrays, result.setup.mesh))
 
 
