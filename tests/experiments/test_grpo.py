@@ -11,13 +11,13 @@ from experiments import evaluate, grpo
 from experiments.config import Config
 from experiments.experience.worked_examples import WorkedExamples
 from experiments.loop import plan
-from experiments.loop.loop import take_step
 from experiments.loop.resume import resume
 from experiments.loop.run import set_up, train
 from experiments.runs.config_file import load_config
 from experiments.runs.ends import Interrupted
 from experiments.runs.lock import RunLock
-from tests.experiments.tiny import assert_same_state, tiny, train_records
+from tests.experiments.lines import write
+from tests.experiments.tiny import assert_same_state, refusal, tiny, train_records
 
 # Metrics that are times or depend on the number of data ranks, not on the numbers of the run.
 TIMES = {"data_wait_seconds", "rollout_seconds", "step_seconds", "tokens_per_second", "time"}
@@ -101,9 +101,7 @@ def test_resume_equals_the_run_without_a_break(plain, runs, monkeypatch):
         resume(f"{runs / 'broken'}@5", {"quiet": True})
     resume(str(runs / "broken"), {"quiet": True})
     resumed = resume(str(runs / "broken"), {"schedule.steps": 4, "quiet": True})
-    assert [without_times(each) for each in resumed.metrics[:12]] == [
-        without_times(each) for each in plain.metrics[:12]
-    ]
+    assert [*map(without_times, resumed.metrics[:12])] == [*map(without_times, plain.metrics[:12])]
     assert_same_state(resumed, plain)
     for mine, whole in zip(train_records(resumed), train_records(plain), strict=True):
         assert without_times(mine) == without_times(whole)
@@ -132,16 +130,9 @@ def test_documents_per_step_may_take_any_number_of_micro_batches_and_one_compila
     assert result.setup.learner.gradients.num_compilations == 1
 
 
-@pytest.fixture
-def questions(tmp_path):
-    path = tmp_path / "questions.jsonl"
-    lines = [{"prompt": f"{a}{b}=", "answer": str(b)} for a in range(5) for b in range(10)]
-    path.write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
-    return path
-
-
 @pytest.mark.slow
-def test_the_data_ends_with_a_partial_step_and_its_true_counts(runs, questions):
+def test_the_data_ends_with_a_partial_step_and_its_true_counts(runs, tmp_path):
+    questions = write(tmp_path / "a", *({"prompt": f"{a}{b}=", "answer": str(b)} for a in range(5) for b in range(10)))
     # Micro-batches of at most 10 documents, so that a step ends close to its target and the last one falls short of it.
     schedule = {"steps": 50, "epochs": 1, "docs_per_step": 100, "rows": 2, "row_length": 32}
     result = train(tiny(runs, "ending", task=f"jsonl:{questions}", schedule=schedule))
@@ -151,40 +142,25 @@ def test_the_data_ends_with_a_partial_step_and_its_true_counts(runs, questions):
     assert len(records) < 50 and 0 < records[-1]["num_documents"] < 100
 
 
-@pytest.mark.slow
-def test_a_row_length_that_is_not_given_fits_the_longest_document(runs, tmp_path):
-    path = tmp_path / "long.jsonl"
-    lines = [{"prompt": f"{n:090d}=", "answer": str(n % 7)} for n in range(40)]
-    path.write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
-    setup = set_up(tiny(runs, "long", task=f"jsonl:{path}", schedule={"row_length": None})).setup
-    # Start token, 91 characters, one digit, end token.
-    assert setup.sizes.row == 94
-    assert take_step(setup, setup.feed())[0].metrics["num_documents"] == 64
-
-
 def test_evaluate_reproduces_the_final_scores(plain, capsys):
     scores = evaluate.run_cli([str(plain.run.path)])
     assert scores == plain.after
     assert "held-out exact match (greedy)" in capsys.readouterr().out
-
-
-def test_an_older_checkpoint_is_scored_by_its_step_while_the_run_is_being_written(plain):
+    # An older step, while the run is being written.
     with RunLock(plain.run.lock):
         assert evaluate.run_cli([f"{plain.run.path}@0"]) == plain.before
 
 
 def test_a_second_resume_ends_with_one_sentence(plain, capsys):
     before = plain.run.metrics.read_bytes()
-    with RunLock(plain.run.lock), pytest.raises(SystemExit) as raised:
-        grpo.run_cli(["--resume", str(plain.run.path), "--schedule.steps", "9", "--quiet"])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert raised.value.code == 2 and "in use by process " in line
+    with RunLock(plain.run.lock):
+        line = refusal(capsys, grpo, ["--resume", str(plain.run.path), "--schedule.steps", "9", "--quiet"])
+    assert "in use by process " in line
     assert plain.run.metrics.read_bytes() == before and load_config(plain.run.config, Config).schedule.steps == 4
 
 
 @pytest.mark.parametrize(
-    ("engine", "wanted"),
-    [("abacus", "'auto', one of .*, got 'abacus'"), ("hopper", "an engine that can run here, got ")],
+    "engine, wanted", [("abacus", "'auto', one of .*, got 'abacus'"), ("hopper", "an engine that can run here, got ")]
 )
 def test_an_engine_that_cannot_run_here_is_refused_before_there_is_a_folder(engine, wanted, tmp_path):
     # Everything else that is refused is in test_wrong_inputs.py; this takes a trainer.

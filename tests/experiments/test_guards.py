@@ -21,13 +21,13 @@ from experiments.loop.run_parts import UserParts
 from experiments.sampling.policy import SamplerPolicy
 from experiments.tasks.rewards import RewardFailed
 from jaxlogp import PolicyMetricTerms, StepSums, WeightedSum
-from tests.experiments.tiny import tiny
+from tests.experiments.tiny import parity, tiny
 
 HEAD = "lm_head/weight"
 
 
 class Verifier:
-    """A reward that an untrained model earns half of the time, until something else is wanted."""
+    """The parity, until something else is wanted."""
 
     __name__ = "odd"
 
@@ -35,9 +35,7 @@ class Verifier:
         self.answer = None
 
     def __call__(self, example, completion):
-        if self.answer is not None:
-            return self.answer()
-        return float(ord(completion[0]) % 2) if completion else 0.0
+        return parity(example, completion) if self.answer is None else self.answer()
 
 
 class Run:
@@ -189,11 +187,8 @@ def test_log_probs_of_the_sampler_are_named_with_prompts(run, monkeypatch):
 
     monkeypatch.setattr(SamplerPolicy, "generate", poisoned)
     found = refusal(run)
-    two, five, seven = seen
-    assert found == (
-        f"log-probs of the sampler not finite in document 2 (prompt {two!r}), document 5 (prompt {five!r}), "
-        f"document 7 (prompt {seven!r}) and 1 more"
-    )
+    named = ", ".join(f"document {number} (prompt {prompt!r})" for number, prompt in zip((2, 5, 7), seen, strict=True))
+    assert found == f"log-probs of the sampler not finite in {named} and 1 more"
 
 
 def test_log_probs_of_the_trainer_are_named_with_prompts(run, monkeypatch):
@@ -226,9 +221,8 @@ def test_a_reward_that_raises_leaves_everything_as_before_the_step(run, made):
 
     made[1].answer = broken
     before = state_bytes(run), run.feed.state()
-    with pytest.raises(
-        RewardFailed, match=r"^reward 'odd': expected a finite number for document 0 .*, got KeyError: 'answer'$"
-    ):
+    words = "reward 'odd': expected a finite number for document 0 .*, got KeyError: 'answer'"
+    with pytest.raises(RewardFailed, match=f"^{words}$"):
         run.step()
     assert before == (state_bytes(run), run.feed.state())
 
@@ -240,13 +234,10 @@ def sums_of(gradients):
 
 
 @pytest.mark.parametrize("elementwise", [True, False])
-@pytest.mark.parametrize(
-    ("weight_decay", "max_grad_norm", "gradient", "part"), [(-1e3, 1.0, 1.0, "params"), (0.0, 1e38, 1e21, "opt_state")]
-)
-def test_what_an_update_would_make_is_checked_before_it_counts(
-    weight_decay, max_grad_norm, gradient, part, elementwise
-):
-    options = {"max_grad_norm": max_grad_norm, "elementwise": elementwise}
+@pytest.mark.parametrize("part", ["params", "opt_state"])
+def test_what_an_update_would_make_is_checked_before_it_counts(part, elementwise):
+    weight_decay, longest, gradient = (-1e3, 1.0, 1.0) if part == "params" else (0.0, 1e38, 1e21)
+    options = {"max_grad_norm": longest, "elementwise": elementwise}
     optimizer = Optimizer(adamw(weight_decay=weight_decay), optax.constant_schedule(1.0), **options)
     update = Update(optimizer, lambda tree: jax.device_put(tree))
     state = update.init({"w": jnp.float32(1e36)})

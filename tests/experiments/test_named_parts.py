@@ -20,7 +20,7 @@ from experiments.tasks import Example, make_task
 from jaxlogp import Document
 from jaxlogp.head import HeadSpec
 from tests.experiments.copying_task import Copying
-from tests.experiments.tiny import assert_same_state, set_up_without_programs, tiny, train_records
+from tests.experiments.tiny import assert_same_state, refusal, set_up_without_programs, tiny, train_records
 
 HERE = __name__
 
@@ -69,10 +69,8 @@ def digits(policy, step):
     prompts = [policy.tokenizer.encode_prompt(str(number)) for number in range(4)]
     drawn = policy.generate(prompts, SamplingOptions(max_new_tokens=2), copies=2, seed=(step,))
     signs = {"advantages": 1.0, "versions": policy.version}, {"advantages": -1.0, "versions": policy.version}
-    return [
-        Document.of_completion(prompts[number // 2], each.ids, each.log_probs, **signs[number % 2])
-        for number, each in enumerate(drawn)
-    ]
+    pairs = zip([prompt for prompt in prompts for _ in range(2)], drawn, signs * 4, strict=True)
+    return [Document.of_completion(prompt, each.ids, each.log_probs, **sign) for prompt, each, sign in pairs]
 
 
 SIZES = [
@@ -118,15 +116,6 @@ def test_named_parts_resume_to_the_same_bits_and_are_evaluated(tmp_path, capsys,
         assert load_model(path).tokenizer.decode([3, 4]) == "01"
 
 
-def refusal(arguments, capsys):
-    """The line that refuses a command line with exit code 2."""
-    with pytest.raises(SystemExit) as stopped:
-        grpo.run_cli([*SIZES, *arguments])
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and error.count("\n") == 1
-    return error.removeprefix("error: ")
-
-
 @pytest.fixture
 def modules(tmp_path, monkeypatch):
     """Writes modules that can be imported until the test ends."""
@@ -153,15 +142,11 @@ EXPECTED = {
 NOTHING = [(option, "missing_module:name", "there is no module missing_module") for option in EXPECTED]
 NOTHING += [
     ("--task", "parts_script.inner:name", "there is no module parts_script.inner"),
-    (
-        "--source",
-        "parts_needs:name",
-        "module parts_needs raised ModuleNotFoundError: No module named 'missing_package'",
-    ),
+    ("--source", "parts_needs:name", "module parts_needs raised ModuleNotFoundError: No module named 'missing_package'"),
     ("--model.own", "parts_broken:name", "module parts_broken raised SyntaxError: "),
     ("--reward.functions", "parts_script:name", "module parts_script raised SystemExit: 0"),
     ("--task", f"{HERE}:no_such", f"module {HERE} has no no_such"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.bad_input
@@ -170,7 +155,7 @@ def test_a_name_of_nothing_is_refused(modules, capsys, option, name, reason):
     modules("parts_needs", "import missing_package")
     modules("parts_broken", "def name(:")
     modules("parts_script", "raise SystemExit(0)" if name == "parts_script:name" else "")
-    error = refusal([option, name], capsys)
+    error = refusal(capsys, grpo, [*SIZES, option, name])
     assert error.startswith(f"{option}: expected {EXPECTED[option]}") and f", got {name!r}, but " in error
     # A module that is no package has nothing inside.
     assert reason in error
@@ -194,7 +179,7 @@ OF_THE_WRONG_KIND = [
 @pytest.mark.bad_input
 @pytest.mark.parametrize("option, name, reason", OF_THE_WRONG_KIND)
 def test_an_object_of_the_wrong_kind_is_refused(capsys, option, name, reason):
-    error = refusal([option, f"{HERE}:{name}"], capsys)
+    error = refusal(capsys, grpo, [*SIZES, option, f"{HERE}:{name}"])
     assert error.startswith(f"{option}: expected ") and reason in error
 
 
@@ -241,9 +226,8 @@ def test_a_part_by_name_and_from_python_is_refused(set_up, tmp_path):
             set_up(named(tmp_path, **changes), **{part: given})
     with pytest.raises(ValueError, match="^--model: expected no other options with --model.own, got other options"):
         set_up(named(tmp_path, model=ModelConfig(own=f"{HERE}:Table", num_layers=2)))
-    with pytest.raises(
-        ValueError, match=r"^--model.own: expected your own model Gru, .*from Python: model=\), got none"
-    ):
+    words = r"--model.own: expected your own model Gru, .*from Python: model=\), got none"
+    with pytest.raises(ValueError, match=f"^{words}"):
         set_up(named(tmp_path, model=ModelConfig(own="own:Gru")))
 
 

@@ -21,13 +21,12 @@ from jaxlogp import Document
 from jaxlogp.head import FixedOrderEngine
 from jaxlogp.invariance import ReductionOrder
 from tests.experiments.stacked import stacked
+from tests.experiments.tiny import SIZES
 
 pytestmark = pytest.mark.costly
 
 VOCAB, LENGTH, ROWS = 24, 8, 8
-SIZES = dict(
-    vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16
-)
+
 COLUMNS = ("ref_log_probs",)
 # fp32 sums of a few dozen labels in another order, relative to the largest entry of a gradient.
 TOLERANCE = 2e-5
@@ -41,15 +40,8 @@ def documents(count=7):
         # Old log-probs apart from the policy's by up to 0.6: ratios on both sides of the clip range.
         old, reference = np.float32(drawn.uniform(-3.8, -2.6, (2, length)))
         tokens = drawn.integers(0, VOCAB, length + 2).astype(np.int32)
-        made.append(
-            Document.of_completion(
-                tokens[:2],
-                tokens[2:],
-                old,
-                advantages=(-1.0) ** index * (1 + index),
-                columns={"ref_log_probs": reference},
-            )
-        )
+        given = {"advantages": (-1.0) ** index * (1 + index), "columns": {"ref_log_probs": reference}}
+        made.append(Document.of_completion(tokens[:2], tokens[2:], old, **given))
     return made
 
 
@@ -59,7 +51,7 @@ def packing(ranks=1):
 
 @functools.cache
 def decoder(**changes):
-    config = DecoderConfig(**SIZES, **changes)
+    config = DecoderConfig(vocab_size=VOCAB, **SIZES, **changes)
     return config, *nnx.split(Decoder(config, rngs=nnx.Rngs(3)))
 
 
@@ -126,19 +118,19 @@ def check_gradient(make_sums, objective, case_model, temperature, per_label):
         np.testing.assert_allclose(np.asarray(mine), np.asarray(wanted), atol=TOLERANCE * scale)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_micro_batch_sums_are_the_gradient_of_the_loss_written_out(name):
-    loss, model, temperature, per_label = CASES[name]
-    objective = PolicyObjective(loss.policy_loss(LENGTH), loss.metrics)
-    check_gradient(sums_of_micro_batches, objective, model, temperature, per_label)
+# Of leaves "entropy" has the gradient by the entropies, "kl" a column, "scale and cap" the head's arithmetic.
+SUMS = [(sums_of_micro_batches, name) for name in CASES] + [
+    (sums_of_leaves, name) for name in ("entropy", "scale and cap")
+]
+SUMS += [pytest.param(sums_of_leaves, "kl", marks=pytest.mark.slow)]
 
 
-# "entropy" has the gradient by the entropies, "kl" a column, "scale and cap" the head's arithmetic.
-@pytest.mark.parametrize("name", ["entropy", pytest.param("kl", marks=pytest.mark.slow), "scale and cap"])
-def test_leaf_sums_are_too(name):
+@pytest.mark.parametrize("make_sums, name", SUMS)
+def test_micro_batch_sums_are_the_gradient_of_the_loss_written_out(make_sums, name):
+    """Sums of leaves are, too."""
     loss, model, temperature, per_label = CASES[name]
     objective = PolicyObjective(loss.policy_loss(LENGTH), loss.metrics)
-    check_gradient(sums_of_leaves, objective, model, temperature, per_label)
+    check_gradient(make_sums, objective, model, temperature, per_label)
 
 
 def test_cross_entropy_is_an_objective_like_another():

@@ -23,7 +23,7 @@ from experiments.sampling.recompute import RecomputeSampler
 from experiments.sampling.sampler import SampledModel
 from jaxlogp.head import HeadSpec
 from tests.experiments.samples import rule, sample
-from tests.experiments.tiny import assert_same_state, tiny, train_records
+from tests.experiments.tiny import assert_same_state, parity, tiny, train_records
 
 PATH = Path(__file__).parents[2] / "examples" / "own_model.py"
 SPEC = importlib.util.spec_from_file_location("own_model", PATH)
@@ -109,10 +109,6 @@ def test_the_draws_of_a_row_do_not_depend_on_the_mesh():
 def short(out, name, **changes):
     schedule = {"steps": 1, **changes.pop("schedule", {})}
     return tiny(out, name, model=Config().model, warm_start={"max_steps": 0}, schedule=schedule, **changes)
-
-
-def parity(example, text):
-    return float(ord(text[0]) % 2) if text else 0.0
 
 
 class Shifted(example.Gru):
@@ -201,10 +197,9 @@ def test_a_model_that_is_not_one_is_named(tmp_path):
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize("source", [None, lambda policy, step: None])
+@pytest.mark.parametrize("source", [pytest.param(None, marks=pytest.mark.slow), lambda policy, step: None])
 def test_rows_at_a_time_are_refused_of_a_model_without_a_cache(tmp_path, source):
     config = short(tmp_path, "rows", rollout=RolloutConfig(rows=4))
-    with pytest.raises(
-        ValueError, match=r"^rows \(--rollout.rows\): expected None for a model without a key-value cache"
-    ):
+    words = r"rows \(--rollout.rows\): expected None for a model without a key-value cache"
+    with pytest.raises(ValueError, match=f"^{words}"):
         train(config, model=example.model(), source=source)

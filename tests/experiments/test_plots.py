@@ -20,6 +20,7 @@ from experiments.runs.config_file import save_config
 from experiments.runs.console import HEADER_EVERY, SUPERVISED_COLUMNS, HeldOut, RunConsole
 from experiments.runs.folder import MetricsWriter, RunFolder
 from experiments.runs.plots import plot_runs
+from tests.experiments.tiny import refusal
 
 pytestmark = pytest.mark.costly
 
@@ -29,20 +30,13 @@ PAIRS = {"temperature 1": (0.31, 0.83), "greedy": (0.451, 0.919)}
 def records(count):
     train = [
         {
-            "step": step,
-            "kind": "train",
-            "reward_mean": step / count,
-            "entropy_labelled": 1.0 / (1 + step),
-            "clipped_ratio_fraction_labelled": 0.01,
-            "ratio_new_old_labelled": 1.0 + step * 1e-4,
-            "drift_max": 10.0**-step if step % 2 else 0.0,
-            "loss": -step * 0.01,
-            "completion_length_mean": 40.0 + step,
-            "truncated_share": 0.5 / (1 + step),
-            "kl_new_old_labelled": 1e-6 * step,
+            "step": step, "kind": "train", "reward_mean": step / count, "entropy_labelled": 1.0 / (1 + step),
+            "clipped_ratio_fraction_labelled": 0.01, "ratio_new_old_labelled": 1.0 + step * 1e-4, "loss": -step * 0.01,
+            "drift_max": 10.0**-step if step % 2 else 0.0, "completion_length_mean": 40.0 + step,
+            "truncated_share": 0.5 / (1 + step), "kl_new_old_labelled": 1e-6 * step,
         }
         for step in range(count)
-    ]
+    ]  # fmt: skip
     held_out = [{"step": 0, "kind": "eval", "exact_match_sampled": 0.3, "exact_match_greedy": 0.4}]
     return [*train, *held_out]
 
@@ -191,21 +185,17 @@ def test_the_command_plots_seeds_of_one_run_alone(tmp_path, figures, capsys):
     np.testing.assert_array_equal(losses, [[2, 3, 4], [0, 1, 2], [1, 2, 3]])
     other = write_run(tmp_path, 5, task="addition:2")
     differs = f"runs: expected runs that differ in their seeds alone, got {other} with another task"
-    for arguments, words in [
+    nowhere = [runs[0], "--figure", str(tmp_path / "no" / "a.png")]
+    for arguments, words in (
         ([runs[0], other], differs),
-        ([runs[0], "--figure", str(tmp_path / "no" / "a.png")], "--figure: expected a file in an existing folder, got"),
-    ]:
-        with pytest.raises(SystemExit) as stopped:
-            plot.run_cli(["--figure", str(tmp_path / "a.png"), *arguments])
-        (line,) = capsys.readouterr().err.strip().splitlines()
-        assert stopped.value.code == 2 and line.startswith(f"error: {words}"), line
+        (nowhere, "--figure: expected a file in an existing folder, got"),
+    ):
+        assert refusal(capsys, plot, ["--figure", str(tmp_path / "a.png"), *arguments]).startswith(words)
     assert not (tmp_path / "a.png").exists()
 
 
-STEP = {
-    "reward_mean": 0.3123, "entropy_labelled": 1.25, "clipped_ratio_fraction_labelled": 0.0123,
-    "ratio_new_old_labelled": 1.0, "drift_max": 3.2e-6,
-}  # fmt: skip
+STEP = {"reward_mean": 0.3123, "entropy_labelled": 1.25, "clipped_ratio_fraction_labelled": 0.0123}
+STEP |= {"ratio_new_old_labelled": 1.0, "drift_max": 3.2e-6}
 
 
 def print_a_run(console, tmp_path):
@@ -221,11 +211,8 @@ def print_a_run(console, tmp_path):
 
 
 def last_lines(tmp_path):
-    return [
-        f"run folder: {tmp_path}",
-        "held-out exact match (temperature 1): 0.31 -> 0.83",
-        "held-out exact match (greedy): 0.45 -> 0.92",
-    ]
+    scores = ("temperature 1): 0.31 -> 0.83", "greedy): 0.45 -> 0.92")
+    return [f"run folder: {tmp_path}", *(f"held-out exact match ({each}" for each in scores)]
 
 
 def test_lines_in_a_file_are_plain_aligned_and_end_with_the_scores(tmp_path, monkeypatch):
@@ -267,15 +254,11 @@ def print_steps(console, total, done=0, until=None):
 @pytest.mark.parametrize(
     ("log_every", "done", "until", "steps"),
     [
-        (None, 0, None, [1, *range(25, 1001, 25)]),
-        (1, 0, None, list(range(1, 1001))),
-        (400, 0, None, [1, 400, 800, 1000]),
+        (None, 0, None, [1, *range(25, 1001, 25)]), (1, 0, None, [*range(1, 1001)]), (400, 0, None, [1, 400, 800, 1000]),
         # A resumed run has rows of the same steps; one that is interrupted, or whose data end, has a row of its last.
-        (None, 930, None, [931, 950, 975, 1000]),
-        (None, 0, 60, [1, 25, 50, 60]),
-        (None, 0, 50, [1, 25, 50]),
+        (None, 930, None, [931, 950, 975, 1000]), (None, 0, 60, [1, 25, 50, 60]), (None, 0, 50, [1, 25, 50]),
     ],
-)
+)  # fmt: skip
 def test_rows_off_a_terminal_are_few_and_warnings_are_all_there(log_every, done, until, steps):
     stream = io.StringIO()
     print_steps(RunConsole(log_every=log_every, stream=stream), 1000, done, until)

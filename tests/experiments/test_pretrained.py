@@ -25,6 +25,7 @@ from experiments.models.parameters import abstract_decoder
 from experiments.models.pretrained import open_pretrained
 from experiments.models.sharding import parameter_shardings
 from experiments.sampling.sample_token import logits_of
+from tests.experiments.tiny import refusal
 from tests.experiments.tiny_directory import CONFIGS, END, SPECIAL, random_tensors, write_tiny_directory
 
 GOLDEN = Path(__file__).parent / "golden" / "family_logits.npz"
@@ -40,9 +41,6 @@ def load(path, shardings=one_device, **changes):
     found = open_pretrained(path)
     config = dataclasses.replace(found.config, **changes)
     return abstract_decoder(config)[0], found.weights().load(config, shardings)
-
-
-# ---- what transformers computes ----
 
 
 def family_logits(family, folder, **changes):
@@ -67,9 +65,6 @@ def test_logits_are_those_of_transformers(family, tmp_path, monkeypatch):
     monkeypatch.setattr(decoder_module, "MAX_UNROLLED_LAYERS", 0)
     # fp32 on both sides, logits of up to about 7.
     np.testing.assert_allclose(*family_logits(family, tmp_path), atol=1e-4, rtol=0)
-
-
-# ---- config.json ----
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -107,25 +102,16 @@ def test_windows_belong_to_the_layers_that_the_type_says():
     [
         ("llama3", {"model_type": "mixtral"}, "config.json, model_type: expected one of llama"),
         ("llama3", {"model_type": None}, "config.json: expected the key model_type, got none"),
-        (
-            "llama3",
-            {"quantization_config": {"bits": 4}},
-            "quantization_config: expected weights that are not quantised",
-        ),
+        ("llama3", {"quantization_config": {"bits": 4}}, "quantization_config: expected weights that are not quantised"),
         ("qwen3", {"num_experts": 8}, "num_experts: expected no mixture of experts, got 8"),
         ("llama3", {"attention_bias": True}, "attention_bias: expected no bias on the attention's output, got True"),
         ("llama3", {"mlp_bias": True}, "mlp_bias: expected no biases in the gated products"),
         ("llama3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected whole heads that are rotated"),
         (
-            "qwen3",
-            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "qwen3", {"rope_parameters": {"partial_rotary_factor": 0.5}},
             "rope_parameters, partial_rotary_factor: expected whole heads",
         ),
-        (
-            "qwen3",
-            {"rope_parameters": {"rope_type": "yarn"}},
-            "rope_type: expected default, linear or llama3, got 'yarn'",
-        ),
+        ("qwen3", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type: expected default, linear or llama3, got 'yarn'"),
         ("llama2", {"rope_scaling": {"type": "dynamic"}}, "rope_type: expected default, linear or llama3"),
         ("llama3", {"hidden_act": "relu"}, "hidden_act: expected one of silu"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention: expected attention to earlier"),
@@ -134,13 +120,9 @@ def test_windows_belong_to_the_layers_that_the_type_says():
         ("llama3", {"hidden_size": "32"}, "hidden_size: expected a positive integer, got '32'"),
         ("llama3", {"num_hidden_layers": 10**6}, "num_hidden_layers: expected at most 1000, got 1000000"),
         ("llama3", {"num_key_value_heads": 3}, "num_kv_heads: expected a divisor of 4 query heads, got 3"),
-        (
-            "llama3",
-            {"auto_map": {"AutoModel": "own.py"}},
-            "auto_map: expected a model type of transformers without code",
-        ),
+        ("llama3", {"auto_map": {"AutoModel": "own.py"}}, "auto_map: expected a model type of transformers without code"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_expressed_is_refused_by_name(family, changes, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         decoder_config(JsonObject("config.json", CONFIGS[family] | changes))
@@ -149,13 +131,9 @@ def test_what_cannot_be_expressed_is_refused_by_name(family, changes, words):
 @pytest.mark.bad_input
 def test_a_model_that_transformers_does_not_have_is_not_written():
     config = decoder_config(JsonObject("a", CONFIGS["llama3"]))
-    with pytest.raises(
-        ValueError, match="export: expected a model that transformers has .* got one with .*logit_scale"
-    ):
+    words = "export: expected a model that transformers has .* got one with .*logit_scale"
+    with pytest.raises(ValueError, match=words):
         config_json(dataclasses.replace(config, logit_scale=0.5))
-
-
-# ---- weights ----
 
 
 def test_shards_reach_a_mesh_as_one_file_reaches_one_device(tmp_path):
@@ -168,9 +146,7 @@ def test_shards_reach_a_mesh_as_one_file_reaches_one_device(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, split, whole)
 
 
-@pytest.mark.parametrize(
-    ("stored", "wanted"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float32")]
-)
+@pytest.mark.parametrize("stored, wanted", [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float32")])
 def test_dtypes_are_converted(stored, wanted, tmp_path):
     _, params = load(write_tiny_directory(tmp_path / "a", dtype=stored), param_dtype=wanted)
     expected = jnp.asarray(random_tensors(CONFIGS["llama3"])["model.norm.weight"]).astype(stored).astype(wanted)
@@ -218,9 +194,6 @@ def test_the_host_never_holds_a_second_copy(tmp_path):
     assert size > 100e6
     # The parameters themselves, on a CPU in the same memory, and one stacked matrix of a fifth of them.
     assert 1.0 <= ratio < 1.5
-
-
-# ---- tokenizer ----
 
 
 def test_prompts_go_through_the_chat_template_and_end_tokens_come_from_both_files(tmp_path):
@@ -277,9 +250,6 @@ def test_an_interrupted_rendering_leaves_no_reply_to_the_next(monkeypatch):
     assert template.render([{"content": "second"}]) == "second"
 
 
-# ---- bad input ----
-
-
 def change_json(name, change):
     def spoil(path):
         change(values := json.loads((path / name).read_text(encoding="utf-8")))
@@ -288,12 +258,22 @@ def change_json(name, change):
     return spoil
 
 
+INDEX = "model.safetensors.index.json"
+HEAD = f"{INDEX}, tensor lm_head.weight"
+
+
 def change_map(change):
-    return change_json("model.safetensors.index.json", lambda index: change(index["weight_map"]))
+    """Another file for the head."""
+    names = lambda index: index["weight_map"]  # noqa: E731
+    return change_json(INDEX, lambda index: names(index).update({"lm_head.weight": change(names(index))}))
 
 
 def remove(name):
     return lambda path: (path / name).unlink()
+
+
+def layers(number):
+    return change_json("config.json", lambda config: config.update(num_hidden_layers=number))
 
 
 def cut_short(path):
@@ -324,22 +304,12 @@ WORDS = {f"word{number}": 300 + number for number in range(3)}
 BAD = {
     "model-00002-of-00003.safetensors: expected a whole safetensors file, got": cut_short,
     f"model weights: expected a directory with {THIRD}": remove(THIRD),
-    "model.safetensors.index.json, tensor lm_head.weight: expected the name of a safetensors file": change_map(
-        lambda names: names.update({"lm_head.weight": "../other/model.safetensors"})
-    ),
-    "model.safetensors.index.json, tensor lm_head.weight: expected to be in": change_map(
-        lambda names: names.update({"lm_head.weight": names["model.norm.weight"]})
-    ),
-    f"weights, tensor {EMBEDDING}: expected shape [264, 32], got [263, 32]": change_embedding(
-        lambda table: table[:-1].copy()
-    ),
+    f"{HEAD}: expected the name of a safetensors file": change_map(lambda names: "../other/model.safetensors"),
+    f"{HEAD}: expected to be in": change_map(lambda names: names["model.norm.weight"]),
+    f"weights, tensor {EMBEDDING}: expected shape [264, 32], got [263, 32]": change_embedding(lambda x: x[:-1].copy()),
     f"weights, tensor {EMBEDDING}: expected finite numbers in float32, got nan at [3, 5]": change_embedding(with_nan),
-    "model weights: expected no other tensors than the model's, got model.layers.2.input_layernorm.weight": change_json(
-        "config.json", lambda config: config.update(num_hidden_layers=2)
-    ),
-    "model weights: expected every tensor of the model, got no model.layers.3.": change_json(
-        "config.json", lambda config: config.update(num_hidden_layers=4)
-    ),
+    "model weights: expected no other tensors than the model's, got model.layers.2.input_layernorm.weight": layers(2),
+    "model weights: expected every tensor of the model, got no model.layers.3.": layers(4),
     "tokenizer: expected at most 264 ids, the rows of the embedding, got 303": change_json(
         "tokenizer.json", lambda tokenizer: tokenizer["model"]["vocab"].update(WORDS)
     ),
@@ -349,9 +319,7 @@ BAD = {
     "tokenizer: expected a chat template (or --model.no-chat-template": change_json(
         "tokenizer_config.json", lambda config: config.pop("chat_template")
     ),
-    "chat template: expected a Jinja program, got": (
-        lambda path: (path / "chat_template.jinja").write_text("{% for %}", encoding="utf-8")
-    ),
+    "chat template: expected a Jinja program, got": lambda path: (path / "chat_template.jinja").write_text("{% for %}"),
     "model directory: expected one with tokenizer": remove("tokenizer.json"),
 }
 
@@ -361,10 +329,7 @@ BAD = {
 def test_a_bad_directory_ends_in_one_line_exit_code_2_and_no_run(words, tmp_path, capsys):
     path = write_tiny_directory(tmp_path / "model", shards=3)
     BAD[words](path)
-    with pytest.raises(SystemExit) as stopped:
-        # Little to do, where it is not refused.
-        short = ["--schedule.steps", "0", "--evaluation.num-prompts", "1", "--rollout.max-new-tokens", "2"]
-        grpo.run_cli(["--model.path", str(path), "--out", str(tmp_path / "runs"), *short])
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert stopped.value.code == 2 and len(lines) == 1 and lines[0].startswith(f"error: {words}"), lines
+    # Little to do, where it is not refused.
+    short = ["--schedule.steps", "0", "--evaluation.num-prompts", "1", "--rollout.max-new-tokens", "2"]
+    assert refusal(capsys, grpo, ["--model.path", str(path), "--out", str(tmp_path / "runs"), *short]).startswith(words)
     assert not (tmp_path / "runs").exists()

@@ -1,4 +1,4 @@
-"""Options of the trainer in short runs, the guard of its update, and its warnings at the start."""
+"""Options of the trainer in short runs, and its warnings at the start."""
 
 import importlib.util
 from dataclasses import dataclass, replace
@@ -7,16 +7,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from experiments import Config, train
 from experiments.config import LossConfig, ModelConfig
 from experiments.experience.prompts import length_limits
 from experiments.invariant import leaf_sampler
-from experiments.learner.backend import StepGradient
-from experiments.learner.optimizers import Optimizer, adamw
-from experiments.learner.update import Update
 from experiments.loop import assemble as assemble_module
 from experiments.loop.assemble import slower_head
 from experiments.loop.loop import take_step
@@ -28,11 +24,9 @@ from experiments.models.mesh import MeshSpec
 from experiments.models.named_shapes import NAMED_SHAPES
 from experiments.models.tokenizer import tokenizer_for
 from experiments.tasks import Example, make_task
-from jaxlogp import PolicyMetricTerms, StepSums, WeightedSum
 from jaxlogp.head import ChunkedEngine, HeadRun, registry
 from jaxlogp.policy.algorithms import ALGORITHMS
-from tests.experiments.copying_task import Copying
-from tests.experiments.tiny import TINY, assert_same_state, tiny, train_records
+from tests.experiments.tiny import TINY, assert_same_state, parity, tiny, train_records
 
 SHORT = {"max_steps": 0}
 # As in test_grpo.py: fp32, sums in another order.
@@ -41,11 +35,6 @@ DRIFT = 2e-5
 
 def short(out, name, **changes):
     return tiny(out, name, warm_start=SHORT, **changes)
-
-
-def parity(example, text):
-    """A reward that an untrained model earns about half of the time."""
-    return float(ord(text[0]) % 2) if text else 0.0
 
 
 @pytest.mark.slow
@@ -148,27 +137,6 @@ def test_a_resume_takes_over_every_optimizers_state_and_the_exact_copy_of_bf16_p
     assert [record["learning_rate"] for record in train_records(whole)] == [np.float32(5e-4), np.float32(1e-3)]
 
 
-def sums(loss):
-    gradients = {"w": jnp.full(2, loss, jnp.float32)}
-    parts = StepSums(gradients, WeightedSum(jnp.float32(loss), jnp.int32(1)), PolicyMetricTerms({}))
-    return StepGradient(parts, jnp.float32(0))
-
-
-def test_a_refused_update_leaves_parameters_and_learning_rate():
-    optimizer = Optimizer(adamw(), optax.linear_schedule(0.1, 0.5, 4))
-    update = Update(optimizer, lambda tree: jax.device_put(tree))
-    state = update.init({"w": jnp.ones(2)})
-    rates = []
-    for loss in (1.0, np.nan, 1.0, 1.0):
-        before = jax.tree.map(jnp.copy, state)
-        state, applied = update(state, sums(loss))
-        rates.append(float(applied.learning_rate))
-        assert bool(applied.applied) == np.isfinite(loss)
-        same = all(bool((a == b).all()) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(state), strict=True))
-        assert same == np.isnan(loss)
-    np.testing.assert_allclose(rates, [0.1, 0.2, 0.2, 0.3], rtol=1e-6)  # a few roundings of one product
-
-
 @dataclass(frozen=True)
 class Spy(ChunkedEngine):
     """The portable engine, with a note of every call that it was asked about."""
@@ -253,21 +221,10 @@ def test_the_example_of_a_reward_of_ones_own(tmp_path):
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     assert [example.reward(Example("1+1=", "12"), text) for text in ("12", "32", "1", "")] == [1.0, 0.5, 0.0, 0.0]
-    config = short(tmp_path, "own", schedule={"steps": 1})
-    (record,) = train_records(train(config, reward=example.reward))
+    (record,) = train_records(train(short(tmp_path, "own", schedule={"steps": 1}), reward=example.reward))
     assert record["reward_max"] in (0.0, 0.5, 1.0) and record["num_rewards"] == 64
     assert record["reward/reward"] == record["reward_mean"], "multiples of a half: sums are exact"
     assert 0.0 <= record["truncated_share"] == record["truncated_completions"] / 64 <= 1.0
-
-
-@pytest.mark.slow
-def test_a_task_of_ones_own(tmp_path):
-    result = train(short(tmp_path, "copying", schedule={"steps": 1}), task=Copying())
-    assert result.setup.task.name == "copying" and train_records(result)[0]["num_documents"] == 64
-    with pytest.raises(ValueError, match="^task: expected your own task Copying, as the run began"):
-        resume(str(result.run.path))
-    with pytest.raises(ValueError, match="^task: expected your own task Copying, .* got your own task Addition"):
-        resume(str(result.run.path), task=make_task("addition"))
 
 
 def test_every_algorithm_is_reachable_by_its_name():

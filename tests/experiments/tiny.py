@@ -5,41 +5,24 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
-from experiments.config import (
-    CheckpointConfig,
-    Config,
-    DriftConfig,
-    EvaluationConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RolloutConfig,
-    ScheduleConfig,
-    WarmStartConfig,
-)
+from experiments.config import Config, ModelConfig
 from experiments.loop import found, plan, run
 from experiments.loop.run_parts import UserParts
+from experiments.options import replaced
 
-TINY = Config(
-    task="comparison:1",
-    quiet=True,
-    model=ModelConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=16,
-        tie_embeddings=False,
-    ),
-    warm_start=WarmStartConfig(max_steps=12, batch_size=32, learning_rate=1e-2, check_every=12, target=1.0),
-    rollout=RolloutConfig(prompts_per_rollout=16, num_generations=4),
-    schedule=ScheduleConfig(steps=3, docs_per_step=64, rows=16, row_length=32),
-    optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2),
-    evaluation=EvaluationConfig(every=0, num_prompts=16),
-    drift=DriftConfig(every=0),
-    checkpoint=CheckpointConfig(every=0),
-)
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
+TINY = replaced(
+    Config(task="comparison:1", quiet=True, model=ModelConfig(**SIZES, tie_embeddings=False)),
+    {
+        "warm_start.max_steps": 12, "warm_start.batch_size": 32, "warm_start.learning_rate": 1e-2,
+        "warm_start.check_every": 12, "warm_start.target": 1.0, "rollout.prompts_per_rollout": 16,
+        "rollout.num_generations": 4, "schedule.steps": 3, "schedule.docs_per_step": 64, "schedule.rows": 16,
+        "schedule.row_length": 32, "optimizer.learning_rate": 1e-3, "optimizer.warmup_steps": 2, "evaluation.every": 0,
+        "evaluation.num_prompts": 16, "drift.every": 0, "checkpoint.every": 0,
+    },
+)  # fmt: skip
 
 
 def tiny(out: Path, name: str, **changes) -> Config:
@@ -47,11 +30,9 @@ def tiny(out: Path, name: str, **changes) -> Config:
     # With --invariant a micro-batch is a leaf.
     rows = None if changes.get("invariant") else TINY.schedule.rows
     base = dataclasses.replace(TINY, schedule=dataclasses.replace(TINY.schedule, rows=rows))
-    nested = {
-        key: dataclasses.replace(getattr(base, key), **value) if isinstance(value, dict) else value
-        for key, value in changes.items()
-    }
-    return dataclasses.replace(base, out=str(out), name=name, **nested)
+    sections = {key: value for key, value in changes.items() if isinstance(value, dict)}
+    changes |= {key: dataclasses.replace(getattr(base, key), **value) for key, value in sections.items()}
+    return dataclasses.replace(base, out=str(out), name=name, **changes)
 
 
 def train_records(result) -> list[dict]:
@@ -81,3 +62,17 @@ def set_up_without_programs(monkeypatch):
         return begun
 
     return begin
+
+
+def parity(example, text):
+    """A reward that an untrained model earns about half of the time."""
+    return float(ord(text[0]) % 2) if text else 0.0
+
+
+def refusal(capsys, command, arguments) -> str:
+    """The line with which a command refuses its arguments, without the word "error"."""
+    with pytest.raises(SystemExit) as stopped:
+        command.run_cli(arguments)
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
+    return error.removeprefix("error: ").strip()

@@ -53,9 +53,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_SIZES, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True, "attention_bias": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 800.0},
     },
-    "mistral": {
-        **_SIZES, "model_type": "mistral", "sliding_window": 7, "rope_parameters": {"rope_theta": 900.0},
-    },
+    "mistral": {**_SIZES, "model_type": "mistral", "sliding_window": 7, "rope_parameters": {"rope_theta": 900.0}},
     "gemma2": {
         **_SIZES, **_GEMMA, "model_type": "gemma2", "rope_theta": 200.0, "attn_logit_softcapping": 5.0,
         "final_logit_softcapping": 3.0,
@@ -82,13 +80,7 @@ def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarra
 
 
 def write_tiny_directory(
-    path: Path,
-    family: str = "llama3",
-    *,
-    dtype: str = "float32",
-    shards: int = 1,
-    template: bool = True,
-    **changes: Any,
+    path: Path, family: str = "llama3", *, dtype: str = "float32", shards: int = 1, **changes: Any
 ) -> Path:
     """Writes the directory; `changes` replace fields of config.json."""
     from safetensors.numpy import save_file
@@ -102,17 +94,16 @@ def write_tiny_directory(
     if shards == 1:
         save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     else:
-        files = {
-            name: f"model-{number % shards + 1:05d}-of-{shards:05d}.safetensors" for number, name in enumerate(names)
-        }
+        numbers = [number % shards + 1 for number in range(len(names))]
+        files = {name: f"model-{n:05d}-of-{shards:05d}.safetensors" for name, n in zip(names, numbers, strict=True)}
         for file in set(files.values()):
             held = {name: tensors[name] for name in names if files[name] == file}
             save_file(held, path / file, metadata={"format": "pt"})
         index = {"metadata": {}, "weight_map": files}
         (path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     (path / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
-    options = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[0], "pad_token": SPECIAL[0]}
-    options |= {"chat_template": TEMPLATE} if template else {}
+    tokens = {"eos_token": SPECIAL[0], "pad_token": SPECIAL[0]}
+    options = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE, **tokens}
     (path / "tokenizer_config.json").write_text(json.dumps(options), encoding="utf-8")
     ends = {"eos_token_id": [END, END + 1], "pad_token_id": END}
     (path / "generation_config.json").write_text(json.dumps(ends), encoding="utf-8")

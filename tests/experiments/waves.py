@@ -36,11 +36,9 @@ class Waves(nnx.Module):
 def batch(ranks):
     """Four rows, whatever the number of ranks; labels on both sides of every edge of either cut."""
     edges = [edge + side for edge in (480, 512, 960, 1024, 1440, 1536) for side in (-1, 0)]
-    tokens = np.array([[0, *edges, VOCAB - 1]] * 4, np.int32) - np.arange(4)[:, None]
-    documents = [
-        Document.of_completion(row[:1] % VOCAB, row[1:] % VOCAB, np.zeros(len(row) - 1, np.float32), advantages=1.0)
-        for row in tokens.astype(np.int32)
-    ]
+    tokens = np.int32((np.array([[0, *edges, VOCAB - 1]] * 4) - np.arange(4)[:, None]) % VOCAB)
+    zeros = np.zeros(tokens.shape[1] - 1, np.float32)
+    documents = [Document.of_completion(row[:1], row[1:], zeros, advantages=1.0) for row in tokens]
     (made,) = Packing(ranks, 4 // ranks, tokens.shape[1], VOCAB, 0, share_rows=False).rounds(documents)
     return made
 
