@@ -7,10 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.loop.run import set_up
 from experiments.models.attention import AttentionCall, AttentionRun, attend_packed, choose_attention, first_keys
 from experiments.models.attention.chunked import BLOCK, attend_chunked
-from tests.experiments.tiny import tiny
 
 pytestmark = pytest.mark.costly
 
@@ -33,9 +31,6 @@ def operands(length, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, rows=3, 
     rng = np.random.default_rng(0)
     shapes = [(rows, length, n, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
     return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
-
-
-# ---- float64, one query at a time ----
 
 
 def visible_keys(ids, window):
@@ -170,17 +165,3 @@ def test_the_choice_says_why():
 def test_an_implementation_that_cannot_run_here_is_refused_with_the_reason(name):
     with pytest.raises(ValueError, match="attention: expected .*" + ("'flash'" if name == "flash" else "NVIDIA GPU")):
         choose_attention(name, call(dtype="bfloat16"))
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"model": {"attention": "cudnn"}}, "--model.attention: .*cudnn: .*NVIDIA GPU"),
-        ({"model": {"attention": "chunked"}, "invariant": True}, "--model.attention: expected auto, repeatable or"),
-    ],
-)
-def test_the_trainer_refuses_an_implementation_before_it_makes_a_folder(tmp_path, changes, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        set_up(tiny(tmp_path, "refused", **changes))
-    assert not list(tmp_path.iterdir())

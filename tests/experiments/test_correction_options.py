@@ -14,15 +14,9 @@ from experiments.loop.assemble import assemble
 from experiments.loop.run import train
 from jaxlogp import Document
 from jaxlogp.policy.documents import SAMPLER_COLUMN
-from tests.experiments.test_objectives import (
-    LENGTH,
-    ROWS,
-    VOCAB,
-    decoder,
-    documents,
-    sums_of_leaves,
-    sums_of_micro_batches,
-)
+from tests.experiments import test_objectives
+from tests.experiments.test_objectives import LENGTH, VOCAB, decoder, sums_of_leaves, sums_of_micro_batches
+from tests.experiments.test_selection_options import COUNT, CUTS, LOSS, PARAMS
 from tests.experiments.tiny import TINY, tiny, train_records
 
 pytestmark = pytest.mark.costly
@@ -31,15 +25,16 @@ pytestmark = pytest.mark.costly
 WEIGHT = 2.0
 # Sums of a few dozen labels in fp32, in another order.
 TOLERANCE = 2e-6
+COLUMN = (SAMPLER_COLUMN,)
 
 
 def sums_with(make_sums, changes, sampler_offset):
     config, graph, params = decoder()
     made = []
-    for each in documents():
+    for each in test_objectives.documents():
         old = each.sampler_log_probs
         made.append(dataclasses.replace(each, old_log_probs=old, sampler_log_probs=old + sampler_offset, columns={}))
-    (batch,) = Packing(1, ROWS, LENGTH, VOCAB, 0, share_rows=False, columns=(SAMPLER_COLUMN,)).rounds(made)
+    (batch,) = Packing(1, test_objectives.ROWS, LENGTH, VOCAB, 0, share_rows=False, columns=COLUMN).rounds(made)
     loss = dataclasses.replace(TINY, **changes).policy_loss(LENGTH)
     objective = PolicyObjective(loss, "basic")
     return make_sums(config, graph, objective, 1.0).accumulate(params, [batch], 0, objective.constants(made)).sums
@@ -64,13 +59,8 @@ def test_the_samplers_log_probs_reach_loss_and_gradient(make_sums):
     assert float(kept.loss.sum) == float(plain.loss.sum)
 
 
-COUNT, HIGH = 32, 1.2
-LOSS, PARAMS = 1e-5, 2e-4  # fp32 sums of a hundred labels in another order; Adam divides each gradient by its own size
-CUTS = {
-    "rows": {"schedule": {"rows": 2, "docs_per_step": COUNT, "row_length": 32}},
-    "data and tensor": {"mesh": "data=2,tensor=2"},
-    "sequence": {"mesh": "sequence=2"},
-}
+HIGH = 1.2
+CUTS = CUTS | {"sequence": {"mesh": "sequence=2"}}
 
 
 def of_another_sampler(seed):

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.config import Config, LossConfig, validate
+from experiments.config import LossConfig
 from experiments.learner.entropy_control import EntropyControl
 from experiments.learner.objectives import LossConstants, PolicyObjective
 from experiments.loop.assemble import assemble
@@ -14,12 +14,10 @@ from experiments.loop.resume import resume
 from experiments.loop.run import train
 from tests.experiments import test_objectives
 from tests.experiments.test_objectives import LENGTH, sums_of_leaves, sums_of_micro_batches
-from tests.experiments.test_selection_options import COUNT, VOCAB, documents
+from tests.experiments.test_selection_options import CUTS, LOSS, PARAMS, VOCAB, documents
 from tests.experiments.tiny import assert_same_state, tiny, train_records
 
 FIRST, STEP = 0.25, 0.5
-# fp32 sums of a hundred labels in another order; Adam divides each gradient by its own size.
-LOSS, PARAMS = 1e-5, 2e-4
 
 
 def learner_with(loss, **changes):
@@ -70,11 +68,7 @@ def test_two_steps_are_those_of_their_coefficients_by_hand():
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(
-    "changes",
-    [{"schedule": {"rows": 2, "docs_per_step": COUNT, "row_length": 32}}, {"mesh": "data=2,tensor=2"}],
-    ids=["rows", "mesh"],
-)
+@pytest.mark.parametrize("changes", CUTS.values(), ids=CUTS)
 def test_the_coefficient_does_not_depend_on_the_cut_or_the_mesh(changes):
     whole, parts = controlled(target=1.0), controlled(target=1.0, **changes)
     for seed in range(3):
@@ -153,29 +147,3 @@ def test_options_reach_the_rule():
     given = LossConfig(entropy_target=0.2, entropy_coefficient=0.1, entropy_step=0.01, entropy_maximum=0.5)
     assert given.entropy_control() == EntropyControl(0.2, 0.1, 0.01, 0.5)
     assert given.policy_loss(9).entropy_coefficient == 1.0, "the coefficient is its factor"
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"entropy_step": 0.1}, "entropy-step: expected None without --loss.entropy-target, got 0.1"),
-        ({"entropy_maximum": 0.1}, "entropy-maximum: expected None without --loss.entropy-target, got 0.1"),
-        ({"entropy_target": -0.1}, "entropy-target: expected a finite number of at least 0, got -0.1"),
-        ({"entropy_target": float("inf")}, "entropy-target: expected a finite number of at least 0, got inf"),
-        ({"entropy_target": 0.2, "entropy_step": 0.0}, "entropy-step: expected a finite number > 0, got 0.0"),
-        ({"entropy_target": 0.2, "entropy_maximum": -1.0}, "entropy-maximum: expected a finite number > 0"),
-        (
-            {"entropy_target": 0.2, "entropy_coefficient": 1.5},
-            r"entropy-coefficient: expected a coefficient in \[0, 1.0\] with an entropy target, got 1.5",
-        ),
-        (
-            {"entropy_target": 0.2, "metrics": "basic"},
-            "metrics: expected with_entropy along with --loss.entropy-target, which reads the entropy of each "
-            "step, got basic",
-        ),
-    ],
-)
-def test_options_that_do_not_go_together_are_named(options, message):
-    with pytest.raises(ValueError, match=f"^--loss.{message}"):
-        validate(Config(loss=LossConfig(**options)))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.config import LossConfig, ScheduleConfig, validate
+from experiments.config import LossConfig
 from experiments.learner.gradients import GspmdGradients
 from experiments.learner.objectives import PolicyObjective
 from experiments.learner.packing import Packing
@@ -19,11 +19,9 @@ from experiments.models.mesh import MeshSpec, make_mesh
 from jaxlogp import Document
 from jaxlogp.losses import grpo
 from tests import oracle
-from tests.experiments.tiny import tiny
 
-MODEL = DecoderConfig.qwen3(
-    vocab_size=24, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8
-)
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
+MODEL = DecoderConfig.qwen3(vocab_size=24, head_dim=8, **SIZES)
 
 
 def rounds():
@@ -93,11 +91,3 @@ def test_the_gradient_filter_leaves_out_blocks_of_the_heads_gradient():
     assert np.abs(weights[0][tile:]).max(axis=1).all() and not weights[1][tile:].any()
     np.testing.assert_array_equal(weights[1][:tile], weights[0][:tile])
     assert (embeddings[0] != embeddings[1]).any(), "the hidden gradient lacks three tiles"
-
-
-@pytest.mark.bad_input
-def test_invariant_runs_add_in_fp32(tmp_path):
-    config = tiny(tmp_path, "sums", invariant=True, schedule={"accumulate": "bfloat16", "row_length": None})
-    with pytest.raises(ValueError, match="^--schedule.accumulate: expected float32 with --invariant, got bfloat16"):
-        validate(config)
-    assert ScheduleConfig().accumulate == "float32"

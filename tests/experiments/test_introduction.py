@@ -1,6 +1,5 @@
 """The first lines of a run, before anything is compiled, and the warnings among them."""
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -22,14 +21,15 @@ from experiments.tasks import make_task
 from experiments.tasks.arithmetic import Addition
 from experiments.tasks.protocol import exact_answers
 from experiments.tasks.rewards import rewards_of
+from tests.experiments.lines import write
 
 
-def lines(tmp_path, capsys, **changes):
+def lines(tmp_path, capsys, rewards=None, **changes):
     """What is printed of a run, and its model."""
     config = replace(Config(), **changes).resolved()
     task = make_task(config.task)
     model = find_model(config, task, None, restored=False)
-    print_start_report(config, task, model, tmp_path / "run", DtypeChoice("float32", "a reason"))
+    print_start_report(config, task, model, tmp_path / "run", DtypeChoice("float32", "a reason"), rewards)
     return model, capsys.readouterr().out.splitlines()
 
 
@@ -85,9 +85,7 @@ def test_answers_that_completions_have_no_room_for_are_warned_of(tmp_path, capsy
 def test_answers_are_no_reason_to_refuse_where_something_else_is_rewarded_or_right(tmp_path):
     """Refusals are in test_wrong_inputs.py."""
     path = tmp_path / "numbers.jsonl"
-    path.write_text(
-        "".join(json.dumps({"prompt": f"{n}+1=", "answer": f"{n + 1:.3f}"}) + "\n" for n in range(100, 200))
-    )
+    write(path, *({"prompt": f"{n}+1=", "answer": f"{n + 1:.3f}"} for n in range(100, 200)))
     short = RolloutConfig(max_new_tokens=3)
     options = replace(Config(), rollout=short, task="addition:12")
     numeric = replace(options, task=f"jsonl:{path}", data=DataConfig(verifier="numeric"))
@@ -116,11 +114,8 @@ class Nine(Addition):
 
 def test_an_evaluation_says_how_many_prompts_there_are(monkeypatch, capsys):
     scores, task = ExactMatch(0.5, 0.25), Nine(size=1)
-    for number, words in (
-        (500, "9 held-out prompts (requested: 500; the task has no more)"),
-        (5, "5 held-out prompts"),
-    ):
-        evaluation = AnswerEvaluation(task, rewards_of(task.verify), number, 5, SamplingOptions(3))
+    for count, words in ((500, "9 held-out prompts (requested: 500; the task has no more)"), (5, "5 held-out prompts")):
+        evaluation = AnswerEvaluation(task, rewards_of(task.verify), count, 5, SamplingOptions(3))
         monkeypatch.setattr(evaluation, "of", lambda policy: SimpleNamespace(scores=scores))
         inference = SimpleNamespace(evaluation=evaluation, policy_of=lambda params: None)
         monkeypatch.setattr(evaluate, "load", lambda options, task, inference=inference: (inference, None, 3))
@@ -130,22 +125,6 @@ def test_an_evaluation_says_how_many_prompts_there_are(monkeypatch, capsys):
         assert said[1:] == ["held-out exact match (temperature 1): 0.500", "held-out exact match (greedy): 0.250"]
 
 
-@pytest.mark.parametrize("option", ["mesh", "rollout.mesh"])
-def test_too_few_devices_are_refused_before_anything_is_printed(tmp_path, capsys, option):
-    mesh = {"mesh": "data=16"} if option == "mesh" else {"rollout": RolloutConfig(mesh="data=16")}
-    name = "mesh" if option == "mesh" else "--rollout.mesh"
-    with pytest.raises(ValueError, match=f"^{name}: expected 16 devices .*, got 8 cpu devices"):
-        lines(tmp_path, capsys, **mesh)
-    assert capsys.readouterr().out == ""
-
-
-def begin(tmp_path, reward):
-    config = replace(Config(task="addition:1", evaluation=EvaluationConfig(num_prompts=64))).resolved()
-    task = make_task(config.task)
-    model = find_model(config, task, None, restored=False)
-    print_start_report(config, task, model, tmp_path / "run", DtypeChoice("float32", "a reason"), rewards_of(reward))
-
-
 def test_a_broken_reward_is_found_before_anything_is_compiled(tmp_path, capsys):
     seen = []
 
@@ -153,8 +132,9 @@ def test_a_broken_reward_is_found_before_anything_is_compiled(tmp_path, capsys):
         seen.append((completion == example.answer, completion.ended))
         return [1.0][len(seen) - 1]
 
+    options = {"task": "addition:1", "evaluation": EvaluationConfig(num_prompts=64)}
     with pytest.raises(ValueError, match="^reward 'broken': expected a finite number for document 1 .* got IndexError"):
-        begin(tmp_path, broken)
+        lines(tmp_path, capsys, rewards_of(broken), **options)
     assert seen == [(True, True), (False, False)] and capsys.readouterr().out == ""
-    begin(tmp_path, lambda example, completion: float("nan"))
-    assert "WARNING: reward 'lambda': expected a finite number" in capsys.readouterr().out
+    _, printed = lines(tmp_path, capsys, rewards_of(lambda example, completion: float("nan")), **options)
+    assert any(line.startswith("WARNING: reward 'lambda': expected a finite number") for line in printed)

@@ -10,6 +10,7 @@ from tests.experiments.lines import records, write
 
 USER = {"role": "user", "content": "2+2?"}
 OBJECT = "must be an object with role and content"
+MANY_KEYS = ("{" + ", ".join(f'"{n}": 0' for n in range(40_000)) + ', "0": 1}').encode()
 
 
 def load(path, **data):
@@ -57,16 +58,30 @@ def test_jsonl_counts_bytes_and_strips(tmp_path):
         ({"messages": [], "answer": "1"}, "'messages' is empty"),
         ({"messages": ["hello"], "answer": "1"}, f"'messages[0]' {OBJECT}, got str"),
         ({"messages": [USER, {"role": "", "text": ""}], "answer": "1"}, f"'messages[1]' {OBJECT}, got keys role, text"),
-        (
-            {"messages": [{"role": "a", "content": [{}]}], "answer": "1"},
-            "'messages[0].content' must be a string, got list",
-        ),
+        ({"messages": [{"role": "a", "content": [{}]}], "answer": "1"}, "'messages[0].content' must be a string, got list"),
         ({"messages": [{"role": "user", "content": " "}], "answer": "1"}, "'messages[0].content' is empty"),
         ({"prompt": None, "answer": "1"}, "'prompt' must be a string, got NoneType"),
         ({"prompt": "", "answer": "1"}, "'prompt' is empty"),
         ({"prompt": "a", "answer": "1", "anwser": "2"}, "unknown key 'anwser'; a line has prompt, answer, metadata"),
+        (b'{"prompt": "a", "metadata": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "invalid JSON: nested too deeply"),
+        (b'{"prompt": "\xe9", "answer": "1"}', "invalid UTF-8 at byte 12"),
+        (b'{"prompt": "a", "answer": ' + b"9" * 5_000 + b"}", ""),
+        (records(1)[0], "duplicate prompt '0+1=', first on line 1"),
+        (b'{"prompt": "a", "answer": "1", "answer": "2"}', "key 'answer' occurs twice in one object"),
+        (MANY_KEYS, "key '0' occurs twice in one object"),
+        ({"prompt": "a"}, "missing key 'answer'"),
+        ({"answer": "1"}, "missing key 'prompt' or 'question' or 'messages'"),
+        (
+            {"prompt": "a", "question": "a", "answer": "1"},
+            "keys 'prompt' and 'question' in one line; --data.prompt-key says which is the prompt",
+        ),
+        ({"prompt": "a", "answer": " "}, "'answer' is empty"),
+        ({"prompt": "\ud800", "answer": "1"}, "'prompt' holds half of a surrogate pair"),
+        ({"prompt": "x" * 20_000, "answer": "1"}, "'prompt' has 20000 bytes, more than --data.max-text-bytes 4096"),
+        ({"prompt": "a", "answer": "1" * 5_000}, "'answer' has 5000 bytes, more than --data.max-text-bytes 4096"),
     ],
-)
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
 def test_jsonl_refuses_lines(tmp_path, line, reason):
     path = write(tmp_path / "a.jsonl", *records(60), line, {"prompt": "z", "answer": "1"})
     with pytest.raises(ValueError, match=rf"^file {path}, line 61: {re.escape(reason)}.*\Z"):
@@ -97,9 +112,8 @@ def test_keys_are_mapped(tmp_path):
     for example in lines_of(task):
         number = int(example.prompt.removesuffix("+1="))
         assert example == Example(f"{number}+1=", str(number + 1), {"level": number % 3, "prompt": "?"})
-    with pytest.raises(
-        ValueError, match="line 1: unknown key 'level'; a line has problem, solution, metadata, or --data"
-    ):
+    words = "line 1: unknown key 'level'; a line has problem, solution, metadata, or --data"
+    with pytest.raises(ValueError, match=words):
         load(path, **keys)
     with pytest.raises(ValueError, match=f"file {path}, line 1: missing key 'query'"):
         load(path, prompt_key="query")

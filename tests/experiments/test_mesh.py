@@ -14,7 +14,7 @@ from experiments.models.mesh import MeshSpec, make_mesh, parse_mesh
     [
         ("data=2,tensor=4", MeshSpec(data=2, tensor=4)), ("tensor=4,data=2", MeshSpec(data=2, tensor=4)),
         (" data = 2 , tensor = 4 ", MeshSpec(data=2, tensor=4)), ("tensor=8", MeshSpec(tensor=8)),
-        ("data=1", MeshSpec()), ("", MeshSpec()), ("  ", MeshSpec()),
+        ("data=1", MeshSpec()), ("", MeshSpec()), ("  ", MeshSpec()), ("fsdp=-1,tensor=2", MeshSpec(fsdp=4, tensor=2)),
     ],
 )  # fmt: skip
 def test_parses(text, spec):
@@ -42,9 +42,6 @@ def test_takes_the_first_devices_with_neighbours_along_tensor():
     assert mesh.axis_names == ("data", "fsdp", "sequence", "tensor")
     assert mesh.devices.tolist() == [[[jax.devices()[:3]]], [[jax.devices()[3:6]]]]
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
-
-
-def test_keeps_all_axes_at_size_one():
     assert dict(make_mesh(parse_mesh("")).shape) == {"data": 1, "fsdp": 1, "sequence": 1, "tensor": 1}
 
 

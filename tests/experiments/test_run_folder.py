@@ -52,13 +52,10 @@ def test_environment(run, monkeypatch):
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", env["started"])
     assert env["git"].keys() == {"revision", "dirty", "reason"}
     assert [resume["step"] for resume in env["resumes"]] == [12]
-    assert env["resumes"][0]["versions"] == env["versions"]
-    assert "hunter2" not in run.env.read_text()
-
-
-def test_a_library_that_is_not_installed_is_null(run, monkeypatch):
     monkeypatch.setattr(environment, "LIBRARIES", ("jax", "no-such-library"))
     assert environment.describe_environment()["versions"]["no-such-library"] is None
+    assert env["resumes"][0]["versions"] == env["versions"]
+    assert "hunter2" not in run.env.read_text()
 
 
 def test_git_revision_and_dirty_flag(tmp_path, monkeypatch):
@@ -94,11 +91,6 @@ def test_paths_that_could_not_be_read_again_are_refused_at_once(tmp_path, run, n
     with pytest.raises(ValueError, match="run folder: expected a path without any of "):
         RunFolder.open(tmp_path / name)
     assert RunFolder.open((tmp_path / name).rename(tmp_path / "good")).path == tmp_path / "good"
-
-
-def test_create_never_reuses_a_folder(run):
-    with pytest.raises(ValueError, match="run folder: expected a path that does not exist yet"):
-        RunFolder.create(run.path.parent, run.path.name)
 
 
 @pytest.mark.parametrize("plant", ["folder", "link", "file"])
@@ -143,6 +135,7 @@ def test_what_killed_processes_left_of_a_folder_is_removed(tmp_path):
     ("damage", "words"),
     [
         (lambda run: run.config.unlink(), "config.json: expected a file, got nothing"),
+        (lambda run: run.env.write_text("[]"), "env.json: expected a JSON object, got list"),
         (lambda run: run.env.write_text('{"resumes": 3}'), "env.json: expected a list of objects as resumes, got 3"),
         (lambda run: (run.samples.unlink(), run.samples.symlink_to("/etc/passwd")), "a file, got a link"),
         (lambda run: (run.metrics.unlink(), os.mkfifo(run.metrics)), "metrics.jsonl: expected a file, got a device"),
@@ -160,11 +153,14 @@ def test_open_says_what_is_wrong(run, damage, words):
 ODD = Sample("inf", "nan", "\ud800", 1.0, {"a": float("inf"), "b": 1.0}, 5, False)
 
 
+def sample_of(step):
+    return Sample("1+1=", str(step), "2", 0.0, {"correct": 0.0}, 2, True)._asdict()
+
+
 def write_steps(writer, steps, kind="train"):
     for step in steps:
         writer.write(step, kind, {"reward": step / 10})
-        samples = [Sample("1+1=", str(step), "2", 0.0, {"correct": 0.0}, 2, True)._asdict(), ODD._asdict()]
-        writer.write_samples(step, kind, samples)
+        writer.write_samples(step, kind, [sample_of(step), ODD._asdict()])
 
 
 def written(run):
@@ -226,10 +222,8 @@ def test_resume_repeats_no_step(run):
         stream.write(b'{"step": 5, "ki')
     before = os.stat(run.metrics).st_ino
     with MetricsWriter(run, marks) as writer:
-        assert writer.cut() == [
-            "metrics.jsonl: 4 lines written after the checkpoint dropped",
-            "samples.jsonl: 6 lines written after the checkpoint dropped",
-        ]
+        words = "lines written after the checkpoint dropped"
+        assert writer.cut() == [f"metrics.jsonl: 4 {words}", f"samples.jsonl: 6 {words}"]
         with pytest.raises(ValueError, match="expected a step after 2"):
             writer.write(2, "train", {})
         write_steps(writer, [3, 4, 5])
@@ -240,16 +234,9 @@ def test_resume_repeats_no_step(run):
     assert read_metrics(run.metrics).torn is None
     samples = [json.loads(line) for line in run.samples.read_text().splitlines()]
     assert [(sample["phase"], sample["step"]) for sample in samples] == [pair for pair in expected for _ in range(2)]
-    assert samples[-2:] == [
-        {
-            **{"step": 5, "phase": "train", "prompt": "1+1=", "completion": "5", "answer": "2", "reward": 0.0},
-            **{"rewards": {"correct": 0.0}, "num_tokens": 2, "ended": True},
-        },
-        {
-            **{"step": 5, "phase": "train", "prompt": "inf", "completion": "nan", "answer": "\ud800", "reward": 1.0},
-            **{"rewards": {"a": "inf", "b": 1.0}, "num_tokens": 5, "ended": False},
-        },
-    ]
+    last = {"step": 5, "phase": "train"}
+    assert samples[-2] == {**last, **sample_of(5)}
+    assert samples[-1] == {**last, **ODD._asdict(), "rewards": {"a": "inf", "b": 1.0}}
 
 
 @pytest.mark.parametrize(
@@ -356,7 +343,7 @@ def test_a_torn_last_line_is_reported(run):
 
 
 @pytest.mark.parametrize(
-    "line", [b"[" * 100_000, b'{"step": 2, "ki', b"", b"[]", b'{"step": 2}', b'{"step": "2", "kind": "a"}', b"\xff"]
+    "line", [b"[" * 99_999, b"{", b"", b"[]", b'{"step": 2}', b'{"step": "2", "kind": ""}', b"\xff"]
 )
 def test_damage_elsewhere_names_the_line(run, line):
     good = b'{"step": 1, "kind": "train"}'

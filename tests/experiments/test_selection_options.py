@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.config import Config, LossConfig, validate
+from experiments.config import LossConfig
 from experiments.learner.learner import Learner
 from experiments.learner.objectives import CrossEntropy, PolicyObjective
 from experiments.learner.selection import ClipCov, KlCov, TopEntropy
@@ -236,37 +236,3 @@ def test_an_algorithm_brings_its_choice():
     assert LossConfig().selection() is None and LossConfig(name="clip_cov").selection() == ClipCov(2e-4, 1.0, 5.0)
     assert LossConfig(name="kl_cov", cov_share=0.01).selection() == KlCov(0.01)
     assert LossConfig(name="gspo_token", top_entropy=0.2).selection() == TopEntropy(0.2)
-
-
-NONE = "expected None for loss"
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"top_entropy": 0.0}, r"top-entropy: expected a number in \(0, 1\], got 0.0"),
-        ({"top_entropy": float("nan")}, r"top-entropy: expected a number in \(0, 1\], got nan"),
-        (
-            {"name": "gspo", "top_entropy": 0.2},
-            f"top-entropy: {NONE} 'gspo': an advantage of 0 would change the mean of its whole document, got 0.2",
-        ),
-        (
-            {"name": "kl_cov", "top_entropy": 0.2},
-            f"top-entropy: {NONE} 'kl_cov', which chooses labels by their covariance, got 0.2",
-        ),
-        ({"cov_share": 0.1}, f"cov-share: {NONE} 'grpo', which has no such option, got 0.1"),
-        ({"name": "kl_cov", "cov_low": 0.1}, f"cov-low: {NONE} 'kl_cov', which has no such option, got 0.1"),
-        (
-            {"name": "clip_cov", "drift_coefficient": 0.1},
-            f"drift-coefficient: {NONE} 'clip_cov', which has no such option, got 0.1",
-        ),
-        ({"name": "kl_cov", "epsilon": 0.1}, f"epsilon: {NONE} 'kl_cov', which has no such option"),
-        ({"name": "clip_cov", "cov_share": 1.5}, r"cov-share: expected a number in \(0, 1\], got 1.5"),
-        ({"name": "clip_cov", "cov_high": 0.5}, "cov-low: expected a number below cov_high = 0.5, got 1.0"),
-        ({"name": "kl_cov", "drift_coefficient": -1.0}, "drift-coefficient: expected a finite number of at least 0"),
-    ],
-)
-def test_options_that_do_not_go_together_are_named(options, message):
-    with pytest.raises(ValueError, match=f"^--loss.{message}"):
-        validate(Config(loss=LossConfig(**options)))

@@ -1,9 +1,6 @@
 """Tasks: splits that share no prompt, examples that repeat exactly, rewards, limits, and every refusal."""
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,14 +41,9 @@ def test_own_examples(spec):
         assert len(example.prompt) <= task.max_prompt_tokens
         assert len(example.answer) <= task.max_answer_tokens
     assert task.num_examples("train") is None and task.num_examples("held_out") is None
-
-
-@pytest.mark.parametrize("family", OWN)
-def test_limits_are_reached(family):
-    task = make_task(f"{family}:2")
-    drawn = examples(task, "train") + examples(task, "held_out")
-    assert max(len(example.prompt) for example in drawn) == task.max_prompt_tokens
-    assert max(len(example.answer) for example in drawn) == task.max_answer_tokens
+    if spec.endswith(":2"):
+        assert max(len(example.prompt) for example in train + held_out) == task.max_prompt_tokens
+        assert max(len(example.answer) for example in train + held_out) == task.max_answer_tokens
 
 
 @pytest.mark.parametrize("family", OWN)
@@ -61,20 +53,14 @@ def test_examples_are_random_access(family):
     assert [again.example(np.int64(index), "train") for index in reversed(range(30))] == forward[::-1]
     assert examples(other, "train", 30) != forward
     assert len(set(forward)) > 20
+    # In any process: their hashes of texts differ.
+    assert make_task("addition").example(7, "held_out").prompt == "9+84="
 
 
 def test_seeds_and_sizes_agree_about_the_split():
     train = {example.prompt for seed in range(3) for example in examples(make_task("addition", seed=seed), "train")}
     smaller = {example.prompt for example in examples(make_task("addition:1"), "held_out")}
     assert not train & smaller
-
-
-def test_same_examples_in_another_process():
-    code = "from experiments.tasks import make_task; t = make_task('addition'); print(t.example(7, 'held_out').prompt)"
-    root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": root}
-    said = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
-    assert said.strip() == make_task("addition").example(7, "held_out").prompt == "9+84="
 
 
 def test_one_prompt_in_ten_is_held_out():
@@ -92,15 +78,11 @@ def test_rewards_are_whole_or_nothing(completion):
     assert isinstance(reward, float) and reward == (completion in RIGHT)
 
 
-@pytest.mark.parametrize("index", [-1, np.int64(-3), 1.0, "0", None, True])
-def test_refuses_indices(index, tmp_path):
+def test_refuses_indices_and_splits(tmp_path):
     for task in (make_task("addition"), make_task(f"jsonl:{write(tmp_path / 'a', *records(60))}")):
-        with pytest.raises(ValueError, match="index: expected an integer of at least 0, got"):
-            task.example(index, "train")
-
-
-def test_refuses_splits(tmp_path):
-    for task in (make_task("addition"), make_task(f"jsonl:{write(tmp_path / 'a', *records(60))}")):
+        for index in (-1, np.int64(-3), 1.0, "0", None, True):
+            with pytest.raises(ValueError, match="index: expected an integer of at least 0, got"):
+                task.example(index, "train")
         for ask in (task.num_examples, lambda split, task=task: task.example(0, split)):
             with pytest.raises(ValueError, match="split: expected one of train, held_out, got 'test'"):
                 ask("test")
@@ -133,7 +115,7 @@ def test_refuses_unknown_tasks(spec):
     assert all(form in str(caught.value) for form in TASK_FORMS)
 
 
-@pytest.mark.parametrize("size", ["", "0", "-1", "two", "2.0", "+2", " 2", "²", "2\n", "65", "9" * 5000])
+@pytest.mark.parametrize("size", ["", "0", "-1", "two", "2.0", "+2", " 2", "²", "٣", "2\n", "65", "9" * 5000])
 def test_refuses_sizes(size):
     with pytest.raises(ValueError, match="expected a size from 1 to 64 after the colon"):
         make_task(f"addition:{size}")
@@ -203,9 +185,8 @@ def test_reasoning_gym_passes_over_examples(gym, monkeypatch):
 
         def __getitem__(self, index):
             question = f"{index:05d}" + "?" * (index > 32 and index % 4 == 0)
-            answer = (
-                (" ", None)[index % 4 // 2] if index % 2 else f"{index:05d}" + "!" * (index > 32 and index % 8 == 2)
-            )
+            answer = f"{index:05d}" + "!" * (index > 32 and index % 8 == 2)
+            answer = (" ", None)[index % 4 // 2] if index % 2 else answer
             return {"question": question, "answer": answer}
 
         def score_answer(self, answer, entry):
