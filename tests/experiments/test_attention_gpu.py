@@ -100,10 +100,8 @@ def test_tokens_read_one_by_one_are_as_near_to_fp32_as_the_whole_row():
     model, exact = (Decoder(replace(config, dtype=dtype), rngs=nnx.Rngs(0)) for dtype in ("bfloat16", "float32"))
     ids = np.random.default_rng(0).integers(0, 512, (3, 260)).astype(np.int32)
     zeros, positions = np.zeros_like(ids), np.broadcast_to(np.arange(260, dtype=np.int32), ids.shape)
-    whole, wanted = (
-        np.asarray(jax.jit(lambda *x, each=each: each.hidden_states(*x))(ids, positions, zeros), np.float32)[:, 130:]
-        for each in (model, exact)
-    )
+    of_rows = jax.jit(lambda model: model.hidden_states(ids, positions, zeros).astype(jnp.float32)[:, 130:])
+    whole, wanted = map(np.asarray, map(of_rows, (model, exact)))
 
     @jax.jit
     def one_by_one(ids):

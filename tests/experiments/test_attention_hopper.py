@@ -41,12 +41,9 @@ def test_longest_tiles_of_a_segment_come_first():
     assert starts.tolist() == [*second.tolist(), *range(0, SEGMENT, TILE)]
 
 
-@pytest.mark.parametrize(
-    ("blocks", "rows", "tiles", "units", "segment"),
-    [(5, 2, 3, 3, 2), (4, 1, 4, 1, 4), (7, 3, 2, 2, 2), (2, 5, 3, 1, 3)],
-)
-def test_every_item_is_dealt_once(blocks, rows, tiles, units, segment):
-    walk = Walk(blocks, rows, tiles, units, segment)
+@pytest.mark.parametrize("sizes", [(5, 2, 3, 3, 2), (4, 1, 4, 1, 4), (7, 3, 2, 2, 2), (2, 5, 3, 1, 3)])
+def test_every_item_is_dealt_once(sizes):
+    walk, (blocks, rows, tiles, units, _) = Walk(*sizes), sizes
     listed = jnp.arange(rows * tiles, dtype=jnp.int32).reshape(rows, tiles, 1)
     read = jax.vmap(jax.vmap(functools.partial(walk.read, listed), (None, 0)), (0, None))
     numbers = jnp.arange(walk.all_rounds, dtype=jnp.int32)
@@ -94,9 +91,8 @@ def registers_in_interpreter(monkeypatch):
 
         result = np.asarray(left, np.float32)
         if place("b")[0] != place("acc")[0]:
-            right, accumulator = (
-                memory.get_buffer_content(*place(name), thread, logging_info=info)[0] for name in ("b", "acc")
-            )
+            read = functools.partial(memory.get_buffer_content, logging_info=info)
+            right, accumulator = (read(*place(name), thread)[0] for name in ("b", "acc"))
             result = accumulator + result @ np.asarray(right, np.float32)
         memory.store_buffer_content(*place("acc"), result, thread, logging_info=info)
         return arguments["token"]
@@ -116,13 +112,10 @@ def value_and_gradients(data, ids, window=None, *, scale=0.2, softcap=None):
 # Two heads that share their keys are worked on together, an odd number of them one after the other.
 @needs_mosaic
 @pytest.mark.parametrize(
-    ("heads", "head_dim", "window", "softcap", "dtype"),
-    [(2, 64, 90, 3.0, jnp.bfloat16), (3, 64, 10**6, None, jnp.float16), (4, 128, 150, None, jnp.bfloat16)],
+    "case", [(2, 64, 90, 3.0, jnp.bfloat16), (3, 64, 10**6, None, jnp.float16), (4, 128, 150, None, jnp.bfloat16)]
 )
-def test_values_and_gradients_equal_float64(
-    registers_in_interpreter, monkeypatch, heads, head_dim, window, softcap, dtype
-):
-    length, scale = 200, 0.2
+def test_values_and_gradients_equal_float64(registers_in_interpreter, monkeypatch, case):
+    (heads, head_dim, window, softcap, dtype), length, scale = case, 200, 0.2
     monkeypatch.setattr(cases, "SCALE", scale)
     data = cases.operands(length, heads=heads, kv_heads=1, head_dim=head_dim, rows=1, dtype=dtype)
     ids = cases.packed_ids(length)[:1]

@@ -12,13 +12,7 @@ from flax import nnx
 from experiments.models import decoder_layer
 from experiments.models.attention import AttentionRun, triton_cached
 from experiments.models.attention.cached import attend_cached, choose_cached, continued, empty_cache, first_readable
-from experiments.models.attention.triton_cached import (
-    BLOCK,
-    FEWEST_PROGRAMS,
-    NormAndRotation,
-    attend_triton,
-    rows_of_program,
-)
+from experiments.models.attention.triton_cached import BLOCK, NormAndRotation, attend_triton, rows_of_program
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig, SlidingLayers
 from experiments.models.decoder_layer import DecoderLayer
@@ -61,10 +55,8 @@ def wanted(step, window, softcap, with_bound=False):
         for head in range(HEADS):
             mine = head // (HEADS // KV_HEADS)
             length = PROMPT_LENGTHS[prompt]
-            k, v = (
-                np.concatenate([before[-1, prompt, :length, mine], new[: step + 1, row, mine]])
-                for before, new in ((prompt_keys, keys), (prompt_values, values))
-            )
+            both = (prompt_keys, keys), (prompt_values, values)
+            k, v = (np.concatenate([old[-1, prompt, :length, mine], new[: step + 1, row, mine]]) for old, new in both)
             k, v = (x[max(len(x) - window, 0) if window else 0 :] for x in (k, v))
             scores = k @ queries[step, row, head] * SCALE
             score = fp32_bound(np.max(np.abs(k) @ np.abs(queries[step, row, head])) * SCALE, HEAD_DIM)
@@ -81,15 +73,11 @@ def generated(implementation, attend, steps, dtype):
     cache = empty_cache(prompt_keys, prompt_values, jnp.asarray(PROMPT_LENGTHS), NEW, implementation)
     cache = cache.repeat_rows(2)
     assert (cache.prompt_of_row is not None) == (implementation == "triton")
-    layers = list(cache.layers)
     # All tokens but the last in one go: what single steps would have stored.
     stored = [x[: steps - 1].transpose(1, 2, 0, 3) for x in (keys, values)]
-    layers[-1] = layers[-1]._replace(
-        keys=layers[-1].keys.at[:, :, : steps - 1].set(stored[0]),
-        values=layers[-1].values.at[:, :, : steps - 1].set(stored[1]),
-    )
-    filled = jnp.asarray(steps - 1, jnp.int32)
-    cache = replace(cache, layers=tuple(layers[-1:]), filled=filled)
+    last, before = cache.layers[-1], np.s_[:, :, : steps - 1]
+    last = last._replace(keys=last.keys.at[before].set(stored[0]), values=last.values.at[before].set(stored[1]))
+    cache = replace(cache, layers=(last,), filled=jnp.asarray(steps - 1, jnp.int32))
     out, held = attend(queries[steps - 1], keys[steps - 1], values[steps - 1], cache)
     np.testing.assert_array_equal(held.keys[:, :, steps - 1], keys[steps - 1])
     np.testing.assert_array_equal(held.values[:, :, : steps - 1], stored[1])
@@ -175,9 +163,8 @@ def at_steps(attend, steps, implementation, dtype):
 @pytest.mark.parametrize("window", [None, 7])
 def test_rows_have_generated_different_numbers_of_tokens(window):
     steps = np.int32([0, NEW - 1, 3, BLOCK])
-    by_einsum = at_steps(
-        functools.partial(attend_cached, window=window, scale=SCALE, softcap=None), steps, "einsum", "float32"
-    )
+    einsum = functools.partial(attend_cached, window=window, scale=SCALE, softcap=None)
+    by_einsum = at_steps(einsum, steps, "einsum", "float32")
     kernel = functools.partial(by_kernel, window=window, softcap=None)
     by_triton = at_steps(kernel, steps, "triton", "bfloat16")
     for row, step in enumerate(steps):
@@ -187,9 +174,9 @@ def test_rows_have_generated_different_numbers_of_tokens(window):
 
 
 def test_rows_share_a_program_where_they_share_a_prompt_and_leave_enough_programs():
-    many = 16 * FEWEST_PROGRAMS
+    many = 16 * triton_cached.FEWEST_PROGRAMS
     assert rows_of_program(copies=8, group=2, pairs=many) == 8
-    assert rows_of_program(copies=8, group=2, pairs=2 * FEWEST_PROGRAMS) == 2
+    assert rows_of_program(copies=8, group=2, pairs=many // 8) == 2
     # No more queries than the smallest matrix has rows.
     assert rows_of_program(copies=8, group=3, pairs=many) == 4
     assert rows_of_program(copies=6, group=1, pairs=many) == 2
@@ -243,9 +230,8 @@ def test_the_kernel_norms_and_rotates_as_the_model_does(spec, monkeypatch):
 def test_a_step_is_traced_once_for_all_layers_that_are_alike(sliding, kinds, monkeypatch):
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_layers": 4, "num_heads": 2, "num_kv_heads": 1}
     layers = None if sliding is None else SlidingLayers(window=4, layers=sliding, rope_theta=10.0)
-    graph, state = nnx.split(
-        Decoder(DecoderConfig(vocab_size=8, head_dim=16, sliding=layers, **sizes), rngs=nnx.Rngs(0))
-    )
+    config = DecoderConfig(vocab_size=8, head_dim=16, sliding=layers, **sizes)
+    graph, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
 
     def step(state):
         model = nnx.merge(graph, state)
@@ -259,11 +245,7 @@ def test_a_step_is_traced_once_for_all_layers_that_are_alike(sliding, kinds, mon
 
 
 def test_the_choice_says_why():
-    reasons = [
-        choose_cached("auto", 2, 64, "float32").reason,
-        choose_cached("einsum", 2, 64, "bfloat16").reason,
-        choose_cached("auto", 2, 96, "bfloat16").reason,
-        choose_cached("auto", 3, 64, "bfloat16", make_mesh(MeshSpec(tensor=2))).reason,
-    ]
-    for reason, part in zip(reasons, ("float32", "asked for", "96", "tensor ranks"), strict=True):
-        assert part in reason
+    assert "float32" in choose_cached("auto", 2, 64, "float32").reason
+    assert "asked for" in choose_cached("einsum", 2, 64, "bfloat16").reason
+    assert "96" in choose_cached("auto", 2, 96, "bfloat16").reason
+    assert "tensor ranks" in choose_cached("auto", 3, 64, "bfloat16", make_mesh(MeshSpec(tensor=2))).reason

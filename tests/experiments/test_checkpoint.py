@@ -142,29 +142,20 @@ def test_a_save_that_fails_in_the_background_is_loud_and_pushes_no_good_step_out
     assert complete_steps(copied) == [20, 40] and restore(copied, noise).step == 40
 
 
-def with_table(state, *kind):
-    return {**state, "params": {**state["params"], "table": jnp.zeros(*kind)}}
+def with_table(*kind):
+    return lambda state: {**state, "params": {**state["params"], "table": jnp.zeros(*kind)}}
+
+
+LEAVES = "the leaves of the template, got missing"
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (
-            lambda state: with_table(state, (4, 8), "bfloat16"),
-            r"leaf 'params/table': expected bfloat16\[4, 8\], got bfloat16\[8, 4\]",
-        ),
-        (
-            lambda state: with_table(state, (8, 4), "float16"),
-            r"leaf 'params/table': expected float16\[8, 4\], got bfloat16\[8, 4\]",
-        ),
-        (
-            lambda state: {**state, "scale": jnp.float32(1)},
-            r"the leaves of the template, got missing \['scale'\], unknown \[\]",
-        ),
-        (
-            lambda state: {name: state[name] for name in ("params", "opt")},
-            r"the leaves of the template, got missing \[\], unknown \['key'\]",
-        ),
+        (with_table((4, 8), "bfloat16"), r"leaf 'params/table': expected bfloat16\[4, 8\], got bfloat16\[8, 4\]"),
+        (with_table((8, 4), "float16"), r"leaf 'params/table': expected float16\[8, 4\], got bfloat16\[8, 4\]"),
+        (lambda state: {**state, "scale": jnp.float32(1)}, rf"{LEAVES} \['scale'\], unknown \[\]"),
+        (lambda state: {"params": state["params"], "opt": state["opt"]}, rf"{LEAVES} \[\], unknown \['key'\]"),
     ],
 )
 def test_a_template_that_does_not_fit_is_an_error_not_damage(two_steps, mesh, change, words):
@@ -211,11 +202,15 @@ def edit_record(step):
     (step / "manifest.json").write_text(text.replace('"version": 96', '"version": 97'))
 
 
-def sealed_again(step, change):
+def resealed(change):
     """The seal has no key: anybody can write one."""
-    content = json.loads((step / "manifest.json").read_text())["content"]
-    change(content)
-    (step / "manifest.json").write_text(json.dumps({"content": content, "sha256": digest_of_json(content)}))
+
+    def damage(step):
+        content = json.loads((step / "manifest.json").read_text())["content"]
+        change(content)
+        (step / "manifest.json").write_text(json.dumps({"content": content, "sha256": digest_of_json(content)}))
+
+    return damage
 
 
 def put_the_older_step(step):
@@ -233,7 +228,7 @@ def named(step, name):
 
 
 NOT_WRITTEN = "/arrays: expected the files that were written, got missing"
-MANIFEST = "/manifest.json: expected"
+MANIFEST, RECORD = "/manifest.json: expected", "/manifest.json.record"
 DAMAGE = {
     "/arrays/.*: expected the file that was written, of sha256": flip_a_bit,
     rf"{NOT_WRITTEN} \['_METADATA'\], unknown \[\]": lambda step: named(step, "_METADATA").unlink(),
@@ -243,14 +238,10 @@ DAMAGE = {
     "/arrays/.*: expected a file, got a device": put_a_pipe,
     f"{MANIFEST} values with sha256 .*: edited or damaged": edit_record,
     f"{MANIFEST} a JSON object": lambda step: (step / "manifest.json").write_bytes(b""),
-    f"{MANIFEST} every key of Manifest, got none named files": lambda step: sealed_again(
-        step, lambda content: content.pop("files")
-    ),
-    "/manifest.json.record.identity: expected the fields of Identity, got 3": lambda step: sealed_again(
-        step, lambda content: content["record"].update(identity=3)
-    ),
-    "/manifest.json.record.logs.metrics.size: expected int, got '0'": lambda step: sealed_again(
-        step, lambda content: content["record"]["logs"]["metrics"].update(size="0")
+    f"{MANIFEST} every key of Manifest, got none named files": resealed(lambda content: content.pop("files")),
+    f"{RECORD}.identity: expected the fields of Identity, got 3": resealed(lambda x: x["record"].update(identity=3)),
+    f"{RECORD}.logs.metrics.size: expected int, got '0'": resealed(
+        lambda x: x["record"]["logs"]["metrics"].update(size="0")
     ),
     f"{MANIFEST} a file, got nothing": lambda step: (step / "manifest.json").unlink(),
     f"{MANIFEST} that of step 20, got that of step 10": put_the_older_step,
@@ -284,7 +275,7 @@ def test_damage_is_named_quarantined_and_survived(copied, mesh, words):
 def test_arrays_that_are_not_those_of_the_manifest_are_refused(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, {"w": jnp.zeros(4)}, record(1))
-    sealed_again(tmp_path / "1", lambda content: content["leaves"].update(w="float32[8]"))
+    resealed(lambda content: content["leaves"].update(w="float32[8]"))(tmp_path / "1")
     with pytest.raises(ValueError, match=r"step 1: array 'w': expected float32\[8\], got float32\[4\]"):
         restore(tmp_path, {"w": jnp.zeros(8)})
 

@@ -162,9 +162,8 @@ def test_where_they_have_an_effect_they_are_computed(name):
     validate(config)
     assert not config.skips_documents()
     told = dataclasses.replace(config, loss=dataclasses.replace(config.loss, skip_zero_advantages=True))
-    with pytest.raises(
-        ValueError, match=r"--loss.skip-zero-advantages: expected None or False for loss '\w+' with these"
-    ):
+    words = r"--loss.skip-zero-advantages: expected None or False for loss '\w+' with these"
+    with pytest.raises(ValueError, match=words):
         validate(told)
 
 

@@ -58,13 +58,10 @@ TALK = [USER, ASSISTANT, {"role": "user", "content": "Add"}, {"role": "assistant
 @pytest.mark.parametrize(
     ("flags", "labels"),
     [
-        ({}, "Yo <|im_end|> two <|im_end|>"),
-        ({1: False}, "two <|im_end|>"),
-        ({1: True, 3: False}, "Yo <|im_end|>"),
-        ({0: True, 3: False}, "Hi <|im_end|> Yo <|im_end|>"),
-        ({0: False, 2: True, 1: False, 3: False}, "Add <|im_end|>"),
+        ({}, "Yo <|im_end|> two <|im_end|>"), ({1: False}, "two <|im_end|>"), ({1: True, 3: False}, "Yo <|im_end|>"),
+        ({0: True, 3: False}, "Hi <|im_end|> Yo <|im_end|>"), ({0: False, 2: True, 1: False, 3: False}, "Add <|im_end|>"),
     ],
-)
+)  # fmt: skip
 def test_turns_of_a_conversation(tmp_path, chatml, flags, labels):
     messages = [{**each, "train": flags[n]} if n in flags else each for n, each in enumerate(TALK)]
     document = only(load(tmp_path, chatml, {"messages": messages}))
@@ -142,19 +139,14 @@ def test_refuses_lines(tmp_path, line, reason):
 
 
 @pytest.mark.bad_input
-def test_refuses_ids_beyond_the_vocabulary(tmp_path):
+def test_refuses_ids_beyond_the_vocabulary_and_templates_with_the_line(tmp_path):
     line = {"prompt": "1", "completion": "="}
     assert only(load(tmp_path, CHARS, line, vocab_size=15)).tokens.max() == 14
     with pytest.raises(ValueError, match="line 1: expected ids below 14, the size of the vocabulary, got 14$"):
         load(tmp_path, CHARS, line, vocab_size=14)
-
-
-@pytest.mark.bad_input
-def test_refuses_templates_with_the_line(tmp_path):
     source = "{% for m in messages %}{{ m['content'] + ('!' if loop.last else '') }}{% endfor %}"
-    with pytest.raises(
-        ValueError, match=r"line 1: chat template, messages\[1\] \(assistant\): expected a turn that does"
-    ):
+    words = r"line 1: chat template, messages\[1\] \(assistant\): expected a turn that does"
+    with pytest.raises(ValueError, match=words):
         load(tmp_path, word_tokenizer("chatml", source), {"messages": TALK})
 
 

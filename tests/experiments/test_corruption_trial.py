@@ -28,6 +28,7 @@ def linked_curves(folder, canary, rng):
     (folder / "curves.png").symlink_to(canary / "file")
 
 
+@pytest.mark.slow
 def test_the_trial_sees_what_it_is_for(tmp_path, monkeypatch):
     """Negative controls: other numbers are silent, so is a file written through a link; a crash is a fault."""
     subject: Subject = small(tmp_path)

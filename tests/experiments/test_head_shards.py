@@ -29,7 +29,7 @@ def single():
 
 
 @pytest.mark.parametrize(
-    "mesh", ["fsdp=2,tensor=4", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("tensor=8", "tensor=7"))]
+    "mesh", ["fsdp=2,tensor=4", *(pytest.param(f"tensor={n}", marks=pytest.mark.slow) for n in (8, 7))]
 )
 def test_loss_and_gradients_are_those_of_one_device(mesh):
     # 7 ranks do not divide the table's rows: it is split by features.

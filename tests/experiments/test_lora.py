@@ -130,8 +130,6 @@ def test_merged_weights_are_the_sum_rounded_once(dtype):
     np.testing.assert_array_equal(whole["norm"]["scale"][...], base["norm"]["scale"][...])
 
 
-# ---- runs ----
-
 SMALL = {
     "task": "comparison:1", "rollout": {"prompts_per_rollout": 4, "num_generations": 2, "max_new_tokens": 3},
     "loss": {"kl_coefficient": 0.01}, "evaluation": {"num_prompts": 4}, "lora": {"rank": RANK, "alpha": ALPHA},

@@ -90,17 +90,6 @@ def test_scanned_layers_and_recomputed_layers_equal_the_unrolled_ones(monkeypatc
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4, rtol=2e-4), other, unrolled)
 
 
-@pytest.mark.parametrize(("policy", "times"), [("none", 1), ("full", 2), ("attention", 1), ("products", 1)])
-def test_attention_is_run_again_only_where_its_results_are_not_kept(policy, times):
-    graph, state = decoder("qwen3", attention="chunked", remat=policy)
-
-    def loss(state):
-        return jnp.sum(nnx.merge(graph, state).hidden_states(tokens(), POSITIONS, DOCUMENT_IDS))
-
-    # A forward pass over blocks has two exponentials, the backward pass one; nothing else in the body has any.
-    assert str(jax.make_jaxpr(jax.grad(loss))(state)).count("= exp ") == 2 * times + 1
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def through_the_cache(graph, state, token_ids, lengths):
     """Hidden states of prompts [B, 6], and of 4 more tokens a row read one by one."""

@@ -46,22 +46,15 @@ def test_same_number(text, reference, same):
 @pytest.mark.parametrize(
     ("completion", "rule", "answer"),
     [
-        (" 42\n", "whole", " 42\n"),
-        ("<answer>1</answer> no: <answer> 2 </answer>.", "tag", "2"),
-        ("</answer> 3 <answer>", "tag", None),
-        ("<answer>3", "tag", None),
+        (" 42\n", "whole", " 42\n"), ("<answer>1</answer> no: <answer> 2 </answer>.", "tag", "2"),
+        ("</answer> 3 <answer>", "tag", None), ("<answer>3", "tag", None), (r"\boxed{1", "boxed", None),
         (r"so \boxed{1} or \boxed{\frac{3}{4}}.", "boxed", r"\frac{3}{4}"),
-        (r"\boxed{1{,}200\,\text{ apples}}", "boxed", "1,200{ apples}"),
-        (r"\boxed{1", "boxed", None),
+        (r"\boxed{1{,}200\,\text{ apples}}", "boxed", "1,200{ apples}"), ("none", "last_number", None),
         ("The answer is 3. No, the answer is **4.5 apples**. Right?", "answer_is", "4.5 apples"),
-        ("Final Answer: 7\nBye 8", "answer_is", "7"),
-        ("Answer:\n 7", "answer_is", "7"),
-        ("answering is 5", "answer_is", None),
-        ("The answer is", "answer_is", ""),
-        ("3 + 4 = $7.00 in all", "last_number", "$7.00"),
-        ("none", "last_number", None),
+        ("Final Answer: 7\nBye 8", "answer_is", "7"), ("Answer:\n 7", "answer_is", "7"), ("The answer is", "answer_is", ""),
+        ("answering is 5", "answer_is", None), ("3 + 4 = $7.00 in all", "last_number", "$7.00"),
     ],
-)
+)  # fmt: skip
 def test_rules_find_answers(completion, rule, answer):
     assert extract_answer(completion, (rule,)) == answer
 

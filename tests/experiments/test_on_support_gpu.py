@@ -11,10 +11,7 @@ from experiments.loop.run import train
 from experiments.sampling.support import RecordedSupport, flat_support
 from tests.experiments.tiny import tiny, train_records
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(jax.devices()[0].platform != "gpu", reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.devices()[0].platform != "gpu", reason="needs an NVIDIA GPU")]
 
 
 def test_recorded_ids_are_those_that_were_kept():

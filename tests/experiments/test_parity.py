@@ -74,9 +74,8 @@ def test_logits_and_greedy_continuations_through_the_cache_are_equal(directory):
 def test_an_exported_directory_has_the_logits_of_the_first(directory, tmp_path):
     loaded = load_model(directory)
     export(loaded.params, loaded.config, loaded.files(), tmp_path / "out", "float32")
-    np.testing.assert_array_equal(
-        their_logits(theirs(tmp_path / "out"), TOKENS), their_logits(theirs(directory), TOKENS)
-    )
+    first, again = (their_logits(theirs(path), TOKENS) for path in (directory, tmp_path / "out"))
+    np.testing.assert_array_equal(again, first)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -106,9 +105,8 @@ def test_prompts_are_those_of_transformers(tmp_path):
 def test_the_own_tokenizers_read_the_same_in_transformers(tokenizer, tmp_path):
     from experiments.models.huggingface.export import made_files
 
-    config = dataclasses.replace(
-        open_pretrained(write_tiny_directory(tmp_path / "in")).config, vocab_size=tokenizer.vocab_size
-    )
+    config = open_pretrained(write_tiny_directory(tmp_path / "in")).config
+    config = dataclasses.replace(config, vocab_size=tokenizer.vocab_size)
     params = nnx.state(nnx.merge(*zeros(config)))
     export(params, config, made_files(config, pretrained_form(tokenizer)), tmp_path / "out", "bfloat16")
     reference = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")

@@ -14,11 +14,7 @@ from experiments.tasks import Message, make_task
 from tests.experiments.lines import records, write
 from tests.experiments.tiny_directory import write_tiny_directory
 
-TALK = [
-    {"role": "user", "content": "2+2?"},
-    {"role": "assistant", "content": "4"},
-    {"role": "user", "content": "again"},
-]
+TALK = [{"role": role, "content": text} for role, text in (("user", "2+2?"), ("assistant", "4"), ("user", "again"))]
 
 
 def task_of(name="addition", **data):
@@ -54,9 +50,8 @@ def test_an_instruction_stands_behind_every_prompt_and_the_split_stays():
 def test_a_conversation_gets_its_system_message_and_its_instruction(tmp_path):
     path = write(tmp_path / "a", *records(60), {"messages": TALK, "answer": "4"})
     task = task_of(f"jsonl:{path}", system="Be brief.", instruction="Digits.")
-    prompts = [
-        task.example(i, split).prompt for split in ("train", "held_out") for i in range(task.num_examples(split))
-    ]
+    sizes = {split: task.num_examples(split) for split in ("train", "held_out")}
+    prompts = [task.example(i, split).prompt for split, size in sizes.items() for i in range(size)]
     wanted = (Message("system", "Be brief."), Message("user", "2+2?"), Message("assistant", "4"))
     assert (*wanted, Message("user", "again\n\nDigits.")) in prompts
     assert (Message("system", "Be brief."), Message("user", "7+1=\n\nDigits.")) in prompts
@@ -96,13 +91,11 @@ def test_conversations_without_a_chat_template_are_refused_at_once(tmp_path, bou
     lines = [{"messages": [{"role": "user", "content": f"{n}+1="}], "answer": str(n + 1)} for n in range(60)]
     for task in (make_task(f"jsonl:{write(tmp_path / 'b', *lines)}"), task_of(system="Be brief.")):
         tokenizer = tokenizer_for(task.alphabet)
-        with pytest.raises(
-            ValueError, match="^messages: expected a model with a chat template .--model.path. .*, got the tok"
-        ):
+        words = "messages: expected a model with a chat template .--model.path. .*, got the tok"
+        with pytest.raises(ValueError, match=f"^{words}"):
             sizes_of(task, tokenizer, max_prompt_tokens=bound)
-        with pytest.raises(
-            ValueError, match="^messages: expected a chat template, .*, got none, or --model.no-chat-template"
-        ):
+        words = "messages: expected a chat template, .*, got none, or --model.no-chat-template"
+        with pytest.raises(ValueError, match=f"^{words}"):
             sizes_of(task, tokenizers[1], max_prompt_tokens=bound)
     with pytest.raises(ValueError, match="^messages: expected a model with a chat template"):
         sizes_of(make_task(f"jsonl:{path}"), ByteTokenizer())
@@ -115,9 +108,8 @@ def test_refuses_conversations_that_cannot_be_asked_so(tmp_path):
     with pytest.raises(ValueError, match="^--data.system: expected prompts without a system message"):
         task_of(f"jsonl:{write(tmp_path / 'a', *lines)}", system="b").example(0, "train")
     lines = [{"messages": [{"role": "user", "content": str(n)}, TALK[1]], "answer": "4"} for n in range(60)]
-    with pytest.raises(
-        ValueError, match="^--data.instruction: expected conversations that end with their user, got 'assis"
-    ):
+    words = "--data.instruction: expected conversations that end with their user, got 'assis"
+    with pytest.raises(ValueError, match=f"^{words}"):
         task_of(f"jsonl:{write(tmp_path / 'b', *lines)}", instruction="b").example(0, "train")
 
 

@@ -21,12 +21,8 @@ from jaxlogp import Document
 arguments = sys.argv[1:]
 value = lambda name: arguments[arguments.index(name) + 1]
 start(value("--coordinator"), int(value("--num-processes")), int(value("--process-id")))
-documents = [
-    Document.of_completion(
-        [3], np.arange(4, 7 + k % 3), np.full(3 + k % 3, -0.1 * k - 0.1, np.float32), advantages=float(k)
-    )
-    for k in range(9)
-]
+log_probs = [np.full(3 + k % 3, -0.1 * k - 0.1, np.float32) for k in range(9)]
+documents = [Document.of_completion([3], np.arange(4, 7 + k % 3), log_probs[k], advantages=float(k)) for k in range(9)]
 made = {}
 for text in json.loads(value("--meshes")):
     mesh = make_mesh(parse_mesh(text))

@@ -100,9 +100,6 @@ def test_every_process_gathers_all_values_and_the_store_stays_small(here, store)
         found = in_each(here, lambda each, number=number: each.gather("numbers", [each.index, number, float("-inf")]))
         assert found == [[[index, number, float("-inf")] for index in range(3)]] * 3
     assert len(store.values) == 3
-
-
-def test_the_first_process_decides(here):
     assert in_each(here, lambda each: each.from_first("name", lambda: f"of {each.index}")) == ["of 0"] * 3
 
 
@@ -116,11 +113,8 @@ def test_a_fault_of_one_process_is_that_of_all(here):
     assert in_each(here, lambda each: each.attempt("numbers", lambda: each.index)) == [[0, 1, 2]] * 3
     errors = in_each(here, lambda each: each.attempt("files", lambda: write(each)))
     assert [error.errno for error in errors] == [28] * 3
-    assert [error.strerror for error in errors] == [
-        "process 1: No space left on device",
-        "No space left on device",
-        "process 1: No space left on device",
-    ]
+    words = "No space left on device"
+    assert [error.strerror for error in errors] == [f"process 1: {words}", words, f"process 1: {words}"]
     with pytest.raises(OSError, match="/x"):
         Processes().attempt("files", lambda: write(here[1]))
 
@@ -211,8 +205,6 @@ def test_a_place_among_the_processes_that_cannot_be(place, words, monkeypatch):
         start(*place)
 
 
-# Rewards
-
 EXAMPLES = [Example(f"{number}+1=", str(number + 1)) for number in range(7)]
 TEXTS = [Completion(str(number % 3), num_tokens=1, ended=True) for number in range(7)]
 IDS = [np.array(CharTokenizer("012").encode(text), np.int32) for text in TEXTS]
@@ -260,12 +252,7 @@ def test_every_completion_is_decoded_by_one_process(here, monkeypatch):
             return super().decode(ids)
 
     tokenizer = Digits("0123456789+=")
-    answers = [
-        tokenizer.encode("7123"),
-        [*tokenizer.encode("812"), EOS_ID],
-        [EOS_ID],
-        [*tokenizer.encode("01"), EOS_ID],
-    ]
+    answers = [tokenizer.encode("7123"), *([*tokenizer.encode(text), EOS_ID] for text in ("812", "", "01"))]
 
     def draw(params, prompts, lengths, copies, key):
         del params, prompts, lengths, copies, key

@@ -32,16 +32,16 @@ def state(step):
 
 
 @contextlib.contextmanager
-def opened(path, mesh="data=1", data=None):
+def opened(path, mesh="data=1"):
     folder = RunFolder.open(path)
-    with RunLock(folder.lock), RunWriter(folder, 2, identity_in(folder, mesh, data)) as writer:
+    with RunLock(folder.lock), RunWriter(folder, 2, identity_in(folder, mesh)) as writer:
         yield writer
 
 
-def identity_in(folder, mesh="data=1", data=None):
+def identity_in(folder, mesh="data=1"):
     options = identity_options(load_config(folder.config, Config))
     options = {name: value for name, value in options.items() if name not in ("name", "out")}
-    return identity_of(options, mesh, RunParts(examples=data))
+    return identity_of(options, mesh, RunParts())
 
 
 def read(path, step=None):
@@ -58,19 +58,15 @@ def work(writer, steps):
         writer.save(step, state(step), progress={"step": step}, learner={}, feed={}, before=None)
 
 
-def new_run(parent, name="run", data=None):
-    folder = RunFolder.create(parent, name, parts=RunParts(examples=data))
-    save_config(folder.config, tiny(parent, name))
-    with opened(folder.path, data=data) as writer:
-        writer.begin()
-        work(writer, [1, 2, 3])
-    return folder
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A run of three steps; tests that touch it work on a copy."""
-    return new_run(tmp_path_factory.mktemp("made")).path
+    folder = RunFolder.create(parent := tmp_path_factory.mktemp("made"), "run", parts=RunParts())
+    save_config(folder.config, tiny(parent, "run"))
+    with opened(folder.path) as writer:
+        writer.begin()
+        work(writer, [1, 2, 3])
+    return folder.path
 
 
 @pytest.fixture
@@ -102,9 +98,6 @@ def test_nothing_names_the_folder_but_the_option_out(made):
     for file in made.rglob("*"):
         if file.is_file() and file.name not in ("config.json", "env.json", "commit_success.txt"):
             assert str(made.parent).encode() not in file.read_bytes(), file
-
-
-# Two writers
 
 
 def test_a_second_writer_is_refused_with_the_holder(run):
@@ -154,9 +147,6 @@ def test_what_is_written_into_a_lock_is_data(tmp_path):
     assert "\x1b" not in str(caught.value) and len(str(caught.value)) < 500
 
 
-# Identity
-
-
 def test_other_versions_devices_and_meshes_are_said_in_one_line(run, monkeypatch):
     versions = {**identity.library_versions(), "jax": "0.9.9"}
     monkeypatch.setattr(identity, "library_versions", lambda: versions)
@@ -171,10 +161,10 @@ def test_other_versions_devices_and_meshes_are_said_in_one_line(run, monkeypatch
     assert went_on(run.path, mesh="data=2") == (4, ())
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [("jax_threefry_partitionable", False), ("jax_default_prng_impl", "rbg"), ("jax_enable_x64", True)],
-)
+SETTINGS = {"jax_threefry_partitionable": False, "jax_default_prng_impl": "rbg", "jax_enable_x64": True}
+
+
+@pytest.mark.parametrize("setting, value", SETTINGS.items())
 def test_other_random_numbers_are_refused(run, setting, value):
     before, old = run.metrics.read_bytes(), getattr(jax.config, setting)
     jax.config.update(setting, value)
@@ -201,16 +191,6 @@ def test_what_may_change_may(run):
     assert went_on(run.path) == (3, ())
 
 
-def test_other_data_is_refused(tmp_path):
-    folder = new_run(tmp_path, data="a" * 64)
-    with pytest.raises(ValueError, match="expected the parts that it was saved with, got examples 'aaa"):
-        went_on(folder.path, data="b" * 64)
-    assert went_on(folder.path, data="a" * 64) == (3, ())
-
-
-# Older steps
-
-
 def test_an_older_step_by_name(run):
     assert run_and_step(f"{run.path}@2") == (run.path, 2)
     assert run_and_step(str(run.path)) == (run.path, None)
@@ -223,10 +203,7 @@ def test_an_older_step_by_name(run):
         work(writer, [3])
     assert restored.step == 2 and "step 3: the run went back to step 2; moved to" in moved
     assert (odd / "checkpoints" / "quarantine" / "3-0.txt").read_text() == "the run went back to step 2\n"
-    assert cut == [
-        "metrics.jsonl: 1 lines written after the checkpoint dropped",
-        "samples.jsonl: 1 lines written after the checkpoint dropped",
-    ]
+    assert cut == [f"{log}.jsonl: 1 lines written after the checkpoint dropped" for log in ("metrics", "samples")]
     assert [record["step"] for record in read_metrics(odd / "metrics.jsonl").records] == [1, 2, 3]
 
 
@@ -235,9 +212,6 @@ def test_no_such_step(run, name):
     with pytest.raises(ValueError, match="(step: expected one of|run folder: expected an existing folder)"):
         path, step = run_and_step(name.replace("RUN", str(run.path)))
         read(path, step)
-
-
-# Refusals move nothing
 
 
 @pytest.mark.parametrize("log", ["metrics", "samples"])
@@ -260,9 +234,6 @@ def test_a_damaged_newest_step_falls_back_with_its_lines(run):
     step, warnings = went_on(run.path)
     assert step == 2 and len(warnings) == 3 and "/3: expected a folder, got a link" in warnings[0]
     assert [record["step"] for record in read_metrics(run.metrics).records] == [1, 2, 3]
-
-
-# Full disks, read-only folders
 
 
 class FullDisk:
@@ -316,9 +287,6 @@ def test_a_folder_that_cannot_be_written(run, monkeypatch, call):
         work(writer, [4])
     monkeypatch.undo()
     assert went_on(run.path)[0] == 3
-
-
-# A folder that came from somebody else
 
 
 LINKED = ["metrics.jsonl", "samples.jsonl", "config.json", "env.json", "lock", "checkpoints", "tb", "tb/train"]

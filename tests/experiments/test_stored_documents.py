@@ -178,9 +178,8 @@ def test_refuses_a_state_of_another_file_and_numbers(tmp_path):
     state = stored(path, docs_per_call=1).state()
     write_documents(path, random_documents(2, per_label=False, seed=1))
     source = stored(path, docs_per_call=1)
-    with pytest.raises(
-        ValueError, match=f"^documents: expected those of digest {state['digest']}, got {source.digest}$"
-    ):
+    words = f"documents: expected those of digest {state['digest']}, got {source.digest}"
+    with pytest.raises(ValueError, match=f"^{words}$"):
         source.restore(state)
     for options, words in (
         ({"docs_per_call": 0}, "docs_per_call: expected a number above 0, got 0"),
@@ -207,10 +206,7 @@ LINES = {
     "negative": ({**GOOD, "tokens": [5, -6, 7]}, "tokens: expected integers in [0, 2147483647], got [-6]"),
     "large": ({**GOOD, "tokens": [5, 2**31, 7]}, "tokens: expected integers in [0, 2147483647], got [2147483648]"),
     "fractions": ({**GOOD, "tokens": [5, 6.0, 7]}, "tokens: expected a list of integers, got [5, 6.0, 7]"),
-    "booleans": (
-        {**GOOD, "labels": [False, True, True]},
-        "labels: expected a list of integers, got [False, True, True]",
-    ),
+    "booleans": ({**GOOD, "labels": [False, True, True]}, "labels: expected a list of integers, got [False, True, True]"),
     "no list": ({**GOOD, "sampler_log_probs": -0.5}, "sampler_log_probs: expected a list of numbers, got -0.5"),
     "null": ({**GOOD, "old_log_probs": None}, "old_log_probs: expected a list of numbers, got None"),
     "number": ({**GOOD, "old_log_probs": [-0.5]}, "old_log_probs: expected shape (2,) of the labels, got (1,)"),
@@ -222,17 +218,11 @@ LINES = {
     "a text": ({**GOOD, "advantages": "1"}, "advantages: expected a number or a list of numbers, got '1'"),
     "reward": ({**GOOD, "reward": [1.0, 1.0]}, "reward: expected a number, got [1.0, 1.0]"),
     "a large one": ({**GOOD, "reward": 10**400}, "reward: expected a number, got 1000"),
-    "versions": (
-        {**GOOD, "versions": 0.5},
-        "versions: expected an integer, or integers of shape (2,) of the labels, got",
-    ),
-    "of labels": (
-        {**GOOD, "versions": [1]},
-        "versions: expected an integer, or integers of shape (2,) of the labels, got",
-    ),
+    "versions": ({**GOOD, "versions": 0.5}, "versions: expected an integer, or integers of shape (2,) of the labels, got"),
+    "of labels": ({**GOOD, "versions": [1]}, "versions: expected an integer, or integers of shape (2,) of the labels, got"),
     "long": ({"tokens": [1] * 5, "labels": [0] * 5}, "expected at most 4 tokens, the length of a row, got 5"),
     "vocabulary": ({**GOOD, "tokens": [5, 6, 100]}, "expected ids below 100, the size of the vocabulary, got 100"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.bad_input
@@ -250,12 +240,8 @@ FLAT = {
     "sampler_log_probs": np.array([-0.5, -0.1], np.float32),
     "reward": np.array([1.0, 0.0]),
 }
-ONE = {
-    **FLAT,
-    "labels": np.array([False, True, False, False]),
-    "sampler_log_probs": np.array([-0.5], np.float32),
-    "versions": np.array([1, 2], np.int64),
-}
+ONE = FLAT | {"labels": np.array([False, True, False, False]), "sampler_log_probs": np.array([-0.5], np.float32)}
+ONE["versions"] = np.array([1, 2], np.int64)
 ROW = "expected at most 3 tokens, the length of a row"
 EACH_LABEL = "expected 2 values, one for each label"
 AMBIGUOUS = "advantages: expected not as many labels as documents"

@@ -24,12 +24,8 @@ ANSWERS = ("7", "12", "123", "9")
 POLICY = ScriptedPolicy(TOKENIZER, ANSWERS)
 
 
-REWARDS = Rewards(
-    (
-        RewardTerm("digits", lambda example, completion: len(completion), 1.0),
-        RewardTerm("ended", lambda example, completion: completion.ended, 0.5),
-    )
-)
+DIGITS = RewardTerm("digits", lambda example, completion: len(completion), 1.0)
+REWARDS = Rewards((DIGITS, RewardTerm("ended", lambda example, completion: completion.ended, 0.5)))
 
 
 def rollouts(advantages="centred", reward=None, **options):
@@ -74,13 +70,12 @@ def test_a_stop_text_ends_a_completion_at_the_token_that_completes_it():
 @pytest.mark.parametrize(
     "advantages, expected",
     [
-        # Rewards are 1.5, 2.5, 3 (masked) and 1.5, of 2, 3 and 2 labels; the greedy completion is the first answer.
-        ("greedy_baseline", [0.0, 1.0, 1.5, 0.0]),
-        ("length_weighted", [-3 / 7, 4 / 7, 15 / 14, -3 / 7]),
+        ("greedy_baseline", [0.0, 1.0, 1.5, 0.0]), ("length_weighted", [-3 / 7, 4 / 7, 15 / 14, -3 / 7]),
         ("leave_one_out", [-5 / 6, 0.5, 7 / 6, -5 / 6]),
     ],
-)
+)  # fmt: skip
 def test_advantages_are_those_of_the_algorithm(advantages, expected):
+    """Rewards are 1.5, 2.5, 3 (masked) and 1.5, of 2, 3 and 2 labels; the greedy completion is the first answer."""
     documents = rollouts(advantages, mask_truncated=True).next(POLICY).documents
     # Differences of numbers below 4 and a quotient, in fp32.
     np.testing.assert_allclose([each.advantages for each in documents], 2 * expected, rtol=0.0, atol=1e-6)

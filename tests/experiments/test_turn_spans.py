@@ -88,10 +88,8 @@ def test_marks_serve_templates_that_write_a_turn_by_what_follows():
 
 
 def test_marks_within_a_macro():
-    macro = "{% macro say(m) %}{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% endmacro %}"
-    source = macro + MARKED.replace(
-        "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}", "{{ say(m) }}"
-    )
+    block = "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}"
+    source = f"{{% macro say(m) %}}{block}{{% endmacro %}}" + MARKED.replace(block, "{{ say(m) }}")
     assert table(word_tokenizer("chatml", source), TALK, [2, 4]) == CHATML.split()
 
 
@@ -104,11 +102,7 @@ SPACED = """\
 @pytest.mark.parametrize("trim_offsets", [True, False])
 def test_a_token_over_the_border_belongs_to_the_turn_in_which_it_begins(trim_offsets):
     source = SPACED + "{% if add_generation_prompt %}assistant: {% endif %}"
-    talk = [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Yo"},
-        {"role": "user", "content": "Bye"},
-    ]
+    talk = [*(dict(each) for each in TALK[1:3]), {"role": "user", "content": "Bye"}]
     # "ĠYo" begins in the header; "Ċuser" begins in the turn and runs into the next one.
     wanted = "user : Hi Ċ assistant : ĠYo Ċuser+ : Bye Ċ"
     tokenizer = word_tokenizer("chatml", source, words="Ċuser", trim_offsets=trim_offsets)
@@ -121,7 +115,7 @@ def test_a_token_over_the_border_belongs_to_the_turn_in_which_it_begins(trim_off
 
 def test_an_end_token_within_the_content_does_not_end_a_turn_of_another_end():
     source = SPACED + "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "One<|im_end|>two"}]
+    talk = [TALK[1], {"role": "assistant", "content": "One<|im_end|>two"}]
     wanted = "user : Hi Ċ assistant : Ġ One+ <|im_end|>+ two+ Ċ+"
     assert table(word_tokenizer("chatml", source), talk, [1]) == wanted.split()
 
@@ -135,55 +129,29 @@ def test_characters_of_several_bytes():
 
 
 CHATML_LAST = TEMPLATES["chatml"].replace("m['content']", "m['content'] + ('!' if loop.last else '')")
+OTHER_HEADER = TEMPLATES["chatml"].replace("assistant\n", "model\n")
+EMPTY = "{% generation %}{% endgeneration %}"
+ALONE = "expected a turn that does not depend on those after it, got another text without them"
+MARK = "mark the turns of the assistant by {% generation %} in the template"
+HEADER = "expected a turn that begins as its prompt ends, got another text; .*"
+FOUR = "expected one block {% generation %} for each of 2 turns of the assistant, got 4 blocks"
+CHANGED = MARKED.replace("{% generation %}", "{% generation %}{{ generation_start | length }}")
+SHORT = "{% if messages | length == 0 %}{{ raise_exception('too short') }}{% endif %}"
 REFUSED = {
-    "by what follows": (
-        CHATML_LAST,
-        [2, 4],
-        r"chat template, messages\[2\] \(assistant\): expected a turn that does not depend on those after it, got another "
-        "text without them; mark the turns of the assistant by {% generation %} in the template",
-    ),
-    "a user's turn by what follows": (
-        CHATML_LAST,
-        [1],
-        r"chat template, messages\[1\] \(user\): expected a turn that does not .*, got another text without them",
-    ),
-    "another header": (
-        TEMPLATES["chatml"].replace("assistant\n", "model\n"),
-        [2],
-        r"chat template, messages\[2\] \(assistant\): expected a turn that begins as its prompt ends, got another text; .*",
-    ),
-    "no content": (
-        "{% for m in messages %}{{ m['role'] }}{% endfor %}",
-        [1],
-        r"chat template, messages\[1\] \(user\): expected to write its content, got a text without it",
-    ),
-    "two blocks": (
-        MARKED.replace("{% endgeneration %}", "{% endgeneration %}{% generation %}{% endgeneration %}"),
-        [2],
-        "chat template: expected one block {% generation %} for each of 2 turns of the assistant, got 4 blocks",
-    ),
-    "nested blocks": (
-        MARKED.replace("{% generation %}", "{% generation %}{% generation %}{% endgeneration %}"),
-        [2],
-        "chat template: expected one block {% generation %} for each of 2 turns of the assistant, got 4 blocks",
-    ),
-    "marks change the text": (
-        MARKED.replace("{% generation %}", "{% generation %}{{ generation_start | length }}"),
-        [2],
-        "chat template: expected the same text with and without marks, got another one with them",
-    ),
-    "no empty conversation": (
-        "{% if messages | length == 0 %}{{ raise_exception('too short') }}{% endif %}"
-        "{% for m in messages %}{{ m['content'] }}{% endfor %}",
-        [0],
-        r"chat template: expected text for 0 messages, got ValueError\('too short'\)",
-    ),
-}
+    "by what follows": (CHATML_LAST, [2, 4], rf"messages\[2\] \(assistant\): {ALONE}; {MARK}"),
+    "a user's turn by what follows": (CHATML_LAST, [1], rf"messages\[1\] \(user\): {ALONE}"),
+    "another header": (OTHER_HEADER, [2], rf"messages\[2\] \(assistant\): {HEADER}"),
+    "no content": ("{{ bos_token }}", [1], r"messages\[1\] \(user\): expected to write its content, got a text without it"),
+    "two blocks": (MARKED.replace("{% endgeneration %}", "{% endgeneration %}" + EMPTY), [2], FOUR),
+    "nested blocks": (MARKED.replace("{% generation %}", "{% generation %}" + EMPTY), [2], FOUR),
+    "marks change the text": (CHANGED, [2], "expected the same text with and without marks, got another one with them"),
+    "no empty conversation": (SHORT, [0], r"expected text for 0 messages, got ValueError\('too short'\)"),
+}  # fmt: skip
 
 
 @pytest.mark.bad_input
 @pytest.mark.parametrize(("source", "turns", "words"), REFUSED.values(), ids=REFUSED)
 def test_refuses_templates_that_do_not_tell_turns_apart(source, turns, words):
     talk = TALK[2:] if turns == [0] else TALK
-    with pytest.raises(ValueError, match=f"^{words}$"):
+    with pytest.raises(ValueError, match=f"^chat template[:,] {words}$"):
         word_tokenizer("chatml", source).encode_turns(talk, turns)

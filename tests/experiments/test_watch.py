@@ -132,18 +132,13 @@ def test_further_prompts_take_the_place_of_groups_without_a_difference():
     assert "resampled_rollouts" not in RolloutMetrics(groups=1, completions=1).metrics()
 
 
-def test_what_is_drawn_beyond_the_number_is_counted():
-    order = [TASK.example(index, "train").prompt for index in range(8)]
-    reward, _ = differs_for(set(order) - {order[0]})
-    made = rollouts(reward=reward, resample_degenerate=True)
-    drawn = made.next(POLICY)
-    assert len(drawn.documents) == PROMPTS * COPIES
-    assert drawn.counts.metrics()["unused_groups"] == 3
-
-
 def test_the_bound_is_kept_and_groups_without_a_difference_fill_the_rest():
+    """What is drawn beyond the number is counted."""
     order = [TASK.example(index, "train").prompt for index in range(12)]
-    reward, seen = differs_for({order[6]})
+    reward, _ = differs_for(set(order[1:8]))
+    drawn = rollouts(reward=reward, resample_degenerate=True).next(POLICY)
+    assert len(drawn.documents) == PROMPTS * COPIES and drawn.counts.metrics()["unused_groups"] == 3
+    reward, _ = differs_for({order[6]})
     made = rollouts(reward=reward, resample_degenerate=True, max_resamples=2)
     drawn = made.next(POLICY)
     documents, values = drawn.documents, drawn.counts.metrics()
