@@ -1,5 +1,6 @@
 """Bad input over the whole public API: a ValueError that names the argument, what was expected and what was seen."""
 
+import dataclasses
 import functools
 import re
 
@@ -264,8 +265,19 @@ CASES = {
         "mask",
         ["(4,)", "(3,)"],
     ),
+    "packing what is no document": (
+        lambda: jaxlogp.pack_documents([[1, 2, 3]], rows=1, row_length=4),
+        "documents",
+        ["Document", "list [1, 2, 3]"],
+    ),
     # policy loss
     "a name in place of a loss": (lambda: policy(loss="grpo"), "loss", ["PolicyLoss", "grpo"]),
+    "a preset that was not called": (lambda: policy(loss=jaxlogp.losses.grpo), "loss", ["PolicyLoss", "function"]),
+    "a fused loss that was not called": (
+        lambda: jaxlogp.linear_policy_loss(*good_head().values(), *[-floats(*TOKENS)] * 2, loss=jaxlogp.losses.grpo),
+        "loss",
+        ["PolicyLoss", "function"],
+    ),
     "epsilon 0": (lambda: policy(loss=jaxlogp.losses.grpo(epsilon=0.0)), "epsilon", ["0"]),
     "advantages of another shape": (lambda: policy(advantages=floats(6)), "advantages", ["(2, 3)", "(6,)"]),
     "NaN at a label": (lambda: policy(log_probs=floats(*TOKENS).at[1, 2].set(np.nan)), "log_probs", ["nan", "(1, 2)"]),
@@ -293,6 +305,23 @@ def test_bad_input_is_named(name):
     assert separator and seen, message
     missing = [fragment for fragment in fragments if fragment not in message]
     assert not missing, f"{missing} not in {message}"
+
+
+@pytest.mark.parametrize("preset", jaxlogp.losses.PRESETS)
+def test_options_of_losses_are_numbers(preset):
+    """What is none is named, whatever is expected of the number."""
+    make = functools.partial(jaxlogp.losses.PRESETS[preset], **({"length": 3} if preset == "dr_grpo" else {}))
+    loss = make()
+    options = {**vars(loss), **vars(loss.objective)}
+    names = [name for name, value in options.items() if type(value) is float]
+    assert {"kl_coefficient", "entropy_coefficient"} <= set(names)
+    for name in names:
+        kept = loss if hasattr(loss, name) else loss.objective
+        for wrong in ("0.1", [0.1], True, float("nan"), None):
+            if wrong is None and name in ("epsilon_high", "delta"):
+                continue
+            with pytest.raises(ValueError, match=f"^{name}: expected "):
+                dataclasses.replace(kept, **{name: wrong})
 
 
 def test_the_good_arguments_are_good():

@@ -32,6 +32,7 @@ from jaxlogp.head.support.ids import Support, mask_by_support
 from jaxlogp.losses import LossTokens, PolicyLoss, grpo
 from jaxlogp.losses import loss_tokens as make_loss_tokens
 from jaxlogp.losses.inputs import labels_of
+from jaxlogp.losses.loss import require_loss
 from jaxlogp.losses.options import suggest_options
 
 
@@ -147,6 +148,7 @@ def linear_policy_loss(
         Hsu et al., Liger Kernel, 2024 (gradients in the forward pass); the presets of ``jaxlogp.losses``.
     """
     loss = grpo() if loss is None else loss
+    require_loss(loss)
     spec = HeadSpec(temperature, logit_scale, softcap, fp32_head)
     layout = {"axis_name": axis_name, "vocab": vocab, "weight_layout": weight_layout, "out_of_vocab": out_of_vocab}
     layout |= {"sequence_dim": sequence_dim, "frozen": frozen_head}
@@ -272,6 +274,7 @@ def sharded_linear_policy_loss(
         -1.0
     """
     loss = grpo() if loss is None else loss
+    require_loss(loss)
     layout = layout_of(hidden, weight, bias, mesh, vocab_axis, token_axes, weight_axis, options)
     out_of_vocab = options.get("out_of_vocab", "error")
     check_targets(targets, mask, hidden.shape[:-1], weight.shape[layout.vocab_dim], out_of_vocab)

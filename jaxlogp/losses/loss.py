@@ -129,11 +129,12 @@ class PolicyLoss:
         require(good, "kl_unbiased", "a bool, and False for kl_estimator 'k2'", repr(self.kl_unbiased))
         for name in ("kl_coefficient", "z_loss_coefficient", "drift_coefficient"):
             value = getattr(self, name)
-            require(math.isfinite(value) and value >= 0.0, name, "a finite number of at least 0", value)
+            good = is_number(value) and 0.0 <= value < math.inf
+            require(good, name, "a finite number of at least 0", repr(value))
         known = ENTROPY_WEIGHTS
         require(self.entropy_weights in known, "entropy_weights", f"one of {known}", repr(self.entropy_weights))
-        good = math.isfinite(self.entropy_coefficient)
-        require(good, "entropy_coefficient", "a finite number", self.entropy_coefficient)
+        good = is_number(self.entropy_coefficient) and math.isfinite(self.entropy_coefficient)
+        require(good, "entropy_coefficient", "a finite number", repr(self.entropy_coefficient))
         good = self.correction is None or isinstance(self.correction, Correction)
         require(good, "correction", "a jaxlogp.losses.Correction or None", repr(self.correction))
         good = self.rejection is None or isinstance(self.rejection, Rejection)
@@ -187,6 +188,11 @@ class PolicyLoss:
             require(good, "length", "an integer above 0 for reduction 'constant_length'", repr(self.length))
         else:
             require(self.length is None, "length", f"None for reduction {self.reduction!r}", repr(self.length))
+
+
+def require_loss(loss: object) -> None:
+    """Raises ValueError unless `loss` is a PolicyLoss, and not, for one, a preset that was not called."""
+    require(isinstance(loss, PolicyLoss), "loss", "a PolicyLoss, such as jaxlogp.losses.grpo()", describe(loss))
 
 
 # JAX rebuilds it with leaves that are not arrays (sentinels, None), so functions check the fields that they use.
@@ -380,7 +386,7 @@ def reduce_losses(
         >>> float(reduce_losses(jnp.array([[1.0, 3.0], [4.0, 9.0]]), mask, loss=loss).mean())
         3.0
     """
-    require(isinstance(loss, PolicyLoss), "loss", "a PolicyLoss, such as jaxlogp.losses.grpo()", repr(loss))
+    require_loss(loss)
     mask = labels_of(mask, shape_of(losses, "losses"))
     check_labels({"losses": losses}, mask)
     needed = reductions.needs_documents(loss.reduction)
@@ -433,7 +439,7 @@ def loss_tokens(
     Raises:
         ValueError: if an argument is refused as in :func:`jaxlogp.policy_loss`.
     """
-    require(isinstance(loss, PolicyLoss), "loss", "a PolicyLoss, such as jaxlogp.losses.grpo()", repr(loss))
+    require_loss(loss)
     given = {"old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs, "sampler_log_probs": sampler_log_probs}
     given = {name: values for name, values in given.items() if values is not None}
     check_log_probs(given, mask)

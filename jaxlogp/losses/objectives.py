@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from jaxlogp._arrays import AnyArray
-from jaxlogp.errors import require
+from jaxlogp.errors import is_number, require
 
 
 @runtime_checkable
@@ -98,13 +98,13 @@ class Clipped(_Vanishing):
     delta: float | None = None
 
     def __post_init__(self) -> None:
-        require(0.0 < self.epsilon < 1.0, "epsilon", "a number in (0, 1)", self.epsilon)
-        if self.epsilon_high is not None:
-            good = math.isfinite(self.epsilon_high) and self.epsilon_high >= 0.0
-            require(good, "epsilon_high", "a number of at least 0", self.epsilon_high)
-        if self.delta is not None:
-            good = math.isfinite(self.delta) and self.delta > 1.0
-            require(good, "delta", "a finite number above 1", self.delta)
+        good = is_number(self.epsilon) and 0.0 < self.epsilon < 1.0
+        require(good, "epsilon", "a number in (0, 1)", repr(self.epsilon))
+        high, delta = self.epsilon_high, self.delta
+        good = high is None or is_number(high) and 0.0 <= high < math.inf
+        require(good, "epsilon_high", "a number of at least 0", repr(high))
+        good = delta is None or is_number(delta) and 1.0 < delta < math.inf
+        require(good, "delta", "a finite number above 1", repr(delta))
 
     @property
     def low(self) -> float:
@@ -161,10 +161,9 @@ class StopGradientWeight(_Vanishing):
     min_weight: float = 0.0
 
     def __post_init__(self) -> None:
-        good = math.isfinite(self.max_weight) and self.max_weight > 0.0
-        require(good, "max_weight", "a finite number above 0", self.max_weight)
-        good = 0.0 <= self.min_weight <= self.max_weight
-        require(good, "min_weight", f"a number in [0, max_weight = {self.max_weight}]", self.min_weight)
+        _require_above_0("max_weight", self.max_weight)
+        good = is_number(self.min_weight) and 0.0 <= self.min_weight <= self.max_weight
+        require(good, "min_weight", f"a number in [0, max_weight = {self.max_weight}]", repr(self.min_weight))
 
     def value(
         self,
@@ -205,8 +204,7 @@ class SoftGate(_Unbounded):
 
     def __post_init__(self) -> None:
         for name in ("temperature_positive", "temperature_negative"):
-            value = getattr(self, name)
-            require(math.isfinite(value) and value > 0.0, name, "a finite number above 0", value)
+            _require_above_0(name, getattr(self, name))
 
     def value(
         self,
@@ -250,7 +248,7 @@ class GammaWeight(_Unbounded):
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            require(math.isfinite(value) and value > 0.0, name, "a finite number above 0", value)
+            _require_above_0(name, value)
 
     def value(
         self,
@@ -310,3 +308,7 @@ class LogLikelihood(_Unbounded):
 def _weighted(weight: Float[Array, "*shape"], log_prob: Float[AnyArray, "*shape"]) -> Float[Array, "*shape"]:
     """Returns weight · log_prob, with 0 · -inf = 0."""
     return weight * jnp.where((weight == 0.0) & jnp.isneginf(log_prob), 0.0, log_prob)
+
+
+def _require_above_0(name: str, value: object) -> None:
+    require(is_number(value) and 0.0 < value < math.inf, name, "a finite number above 0", repr(value))

@@ -379,6 +379,8 @@ def pack_documents(
     given = support_capacity
     require(given is None or given > 0, "support_capacity", "a number above 0, or None", given)
     documents = tuple(documents)
+    for index, document in enumerate(documents):
+        require(isinstance(document, Document), f"documents[{index}]", "a Document", describe(document))
     starts = row_starts(
         documents, rows=rows, row_length=row_length, share_rows=share_rows, support_capacity=support_capacity
     )

@@ -39,6 +39,7 @@ from jaxlogp.losses.loss import (
     loss_parts,
     loss_tokens,
     policies_of,
+    require_loss,
     stopped_labels,
 )
 from jaxlogp.losses.presets import grpo
@@ -343,7 +344,7 @@ def policy_metric_terms(
     require(level in METRIC_LEVELS, "level", f"one of {METRIC_LEVELS}", repr(level))
     if level == "none":
         return PolicyMetricTerms({})
-    require(isinstance(loss, PolicyLoss), "loss", "a PolicyLoss, such as jaxlogp.losses.grpo()", repr(loss))
+    require_loss(loss)
     mask = labels_of(mask, shape_of(log_probs, "log_probs"))
     old_log_probs = log_probs if old_log_probs is None else old_log_probs
     advantages = advantages_of_tokens(advantages, mask)
