@@ -54,7 +54,7 @@ def train(tree: Path, commands: list[str], run: Path, cache: Path) -> None:
     """Runs the commands of one run with the packages of a tree; its exit code must be 0."""
     settings = {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
         "PYTHONPATH": str(tree),
     }
     settings |= {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
