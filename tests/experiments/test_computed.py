@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -23,10 +24,21 @@ WITHOUT_COLUMNS = [name for name, preset in PRESETS.items() if name not in ("kl_
 QUICK = ["grpo", "gspo", "dr_grpo"]
 
 
+LEARNERS = {}
+
+
 def learner(skips, mesh="", loss="grpo", **changes):
-    options = {"warm_start": {"max_steps": 0}, "evaluation": {"kl": False}, **changes}
+    """At its beginning; those of equal options are one, so that they are compiled once."""
+    options = {"warm_start": {"max_steps": 0}, "evaluation": {"kl": False}, "mesh": mesh, **changes}
     options["loss"] = {"name": loss, "skip_zero_advantages": skips}
-    return assemble(tiny("unused", "unused", mesh=mesh, **options)).learner
+    key = repr(options)
+    if key not in LEARNERS:
+        made = assemble(tiny("unused", "unused", **options)).learner
+        LEARNERS[key] = made, jax.tree.map(jnp.copy, made.saved().arrays), made.saved().counters
+    made, arrays, counters = LEARNERS[key]
+    # A step takes over the memory of its state.
+    made.restore(jax.tree.map(jnp.copy, arrays), counters)
+    return made
 
 
 def documents(zeros, seed, learner):
