@@ -121,6 +121,7 @@ def run(monkeypatch, folder, results, **options):
     return regression.main(dataclasses.replace(config, **options), TINY)
 
 
+@pytest.mark.costly
 def test_what_is_kept_is_compared_with_from_then_on(monkeypatch, tmp_path, capsys):
     good = {"head": [figure(2.0, 0.01, part="head")], "step": [figure(100.0, more=True)]}
     assert run(monkeypatch, tmp_path, good)
@@ -215,6 +216,7 @@ def test_rewards_of_a_group_differ():
     assert command[-2:] == ["--reward.functions", "benchmarks.regression.start:differing_reward"]
 
 
+@pytest.mark.costly
 def test_head_and_support(tiny_and_quick):
     found = parts.measure_head(TINY)
     assert [each.name for each in found] == [

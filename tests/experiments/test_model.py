@@ -72,6 +72,7 @@ def test_packed_rows_equal_the_float64_forward_of_each_document(name, attention)
         np.testing.assert_allclose(hidden[row, place], wanted, atol=2e-5, rtol=0)
 
 
+@pytest.mark.costly
 def test_scanned_layers_and_recomputed_layers_equal_the_unrolled_ones(monkeypatch):
     graph, state = decoder("qwen3")
 

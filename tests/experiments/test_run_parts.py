@@ -130,6 +130,7 @@ def read(folder, *task):
     return evaluate.load(evaluate.EvaluateConfig(str(folder.path)), *task)
 
 
+@pytest.mark.costly
 def test_readers_take_no_built_in_task_for_ones_own(trained):
     for reader in (lambda: load_model(trained.path), lambda: read(trained)):
         with pytest.raises(ValueError, match="^task: expected your own task OwnTask, as the run began .* got none"):

@@ -132,6 +132,7 @@ def test_greedy_takes_the_likeliest_token_whatever_the_key():
     np.testing.assert_array_equal(row[lengths[2] :], likeliest[lengths[2] - 1 : -1])
 
 
+@pytest.mark.costly
 def test_the_last_copy_of_a_prompt_may_be_greedy_beside_draws():
     inputs = (decoder(), *prompts(), jax.random.key(1))
     both, drawn = (sample(*inputs, rule(NEW, **ENDS, greedy_last=last), copies=3) for last in (True, False))
@@ -371,6 +372,7 @@ def test_ranks_tell_each_other_only_how_many_completions_are_left(rows, options)
     assert sent and set(sent) <= {"s32[]", "pred[]"}
 
 
+@pytest.mark.costly
 def test_few_rows_at_a_time_have_the_cache_of_few():
     graph, state = nnx.split(decoder())
     options = SampledModel(graph, make_mesh(MeshSpec()))
@@ -382,6 +384,7 @@ def test_few_rows_at_a_time_have_the_cache_of_few():
     assert all_rows > 64 * of_row and few < 16 * of_row
 
 
+@pytest.mark.costly
 def test_prompts_that_wait_take_the_memory_of_their_cache():
     graph, state = nnx.split(decoder())
     sampler = DecoderSampler(SampledModel(graph, make_mesh(MeshSpec())), rule(16, **ENDS, rows=8))

@@ -79,6 +79,7 @@ def test_a_whole_rollout_makes_a_step_and_metrics_may_be_off(tmp_path):
     assert not result.setup.config.rollout.rescore, "every step is on policy"
 
 
+@pytest.mark.costly
 def test_rescored_log_probs_are_the_trainers(tmp_path):
     """Half a rollout a step: the first half is strictly on policy, the second is not."""
     schedule = {"steps": 2, "docs_per_step": 32, "rows": 4}

@@ -285,6 +285,7 @@ def in_scan(function):
     return scanned
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, in_scan, in_shard_map], ids=lambda wrap: wrap.__name__)
 def test_values_that_are_only_reported_do_not_disturb_the_gradient(wrap):
     data = problem()

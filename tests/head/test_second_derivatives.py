@@ -179,6 +179,7 @@ def test_a_known_log_sum_exp_is_refused():
         jax.eval_shape(jax.hessian(of_hidden), case["hidden"])
 
 
+@pytest.mark.costly
 def test_programs_around_a_first_derivative_keep_working():
     """Whatever differentiates, traces or repeats a gradient once; bits are those that docs/invariance.md promises."""
     entry = OTHERS[0]

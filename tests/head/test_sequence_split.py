@@ -98,6 +98,7 @@ def step(loss, sequence_dim, engine=CHUNKED):
     return mapped, (*operands(data), *columns)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("loss", [grpo(), grpo(entropy_coefficient=0.1), gspo()], ids=["one pass", "entropy", "gspo"])
 def test_a_loss_is_that_of_hidden_states_that_every_rank_has(loss):
     (mapped, arguments), (replicated, others) = step(loss, 1), step(loss, None)

@@ -234,6 +234,7 @@ def test_every_data_rank_has_its_own_support():
     check(over_ranks(data, VocabShards.even(60, 2), 2, specs), expected(data))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("explicit", [False, True], ids=["sharded", "plain with Explicit axes"])
 def test_global_functions_split_the_support_with_the_tokens(explicit):
     data = case(tokens=(4, 6))

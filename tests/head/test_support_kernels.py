@@ -30,6 +30,7 @@ def interpreted(monkeypatch):
 # --- sums of rows ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 def test_rows_at_the_edges_of_groups_are_summed_in_a_tree():
     """One after the other, the places of the longest row would have an error bound of 2047 roundings."""
     rows, number = make_rows(EDGES, WIDTH), len(EDGES)
@@ -41,6 +42,7 @@ def test_rows_at_the_edges_of_groups_are_summed_in_a_tree():
     assert not seen[np.array(EDGES) == 0].any()
 
 
+@pytest.mark.costly
 def test_bits_of_a_row_do_not_depend_on_other_rows():
     """Its groups are counted from its own first place, wherever that is."""
     rows = make_rows(EDGES, WIDTH)
@@ -56,6 +58,7 @@ def test_bits_of_a_row_do_not_depend_on_other_rows():
     np.testing.assert_array_equal(kernel_sums(both, len(EDGES) + 2, interpret=True)[2:], alone)
 
 
+@pytest.mark.costly
 def test_a_row_is_summed_in_the_order_of_its_tokens():
     """1 + 2^-24 + … is 1 in this order, and more in another."""
     tiny = np.full(GROUP + 1, 2.0**-24, np.float32)
@@ -79,6 +82,7 @@ def test_values_and_gradients_match_the_oracle_and_the_xla_form(monkeypatch):
     check(seen, support_case.Values(*(np.asarray(x, np.float64) for x in xla)), 2 * support_case.GRADIENT_ERROR)
 
 
+@pytest.mark.costly
 def test_narrow_gradients_are_rounded_once():
     data = case(width=16, dtype=jnp.bfloat16)
     seen = gradients(data)
@@ -86,6 +90,7 @@ def test_narrow_gradients_are_rounded_once():
     check(seen, expected(data), BF16_ERROR)
 
 
+@pytest.mark.costly
 def test_what_must_be_exactly_zero_is():
     """One id, tokens without ids, masked tokens, unnamed rows, whatever their operands hold."""
     data = case()
@@ -111,6 +116,7 @@ def test_what_must_be_exactly_zero_is():
     assert not any(np.asarray(values).any() for values in seen._replace(lse=0.0))
 
 
+@pytest.mark.costly
 def test_broken_supports_give_nan_for_their_tokens_alone():
     """Of token 4 no id is left: nothing is summed."""
     data, tokens = case(), [4, 7]
@@ -133,6 +139,7 @@ def test_a_frozen_head_has_the_gradient_of_hidden_alone():
     check(seen, expected(data)._replace(weight=np.zeros((60, 24)), bias=np.zeros(60)))
 
 
+@pytest.mark.costly
 def test_shards_give_the_unsharded_numbers():
     """One of four ranks owns no id. By the engine's own methods: the interpreter knows no types of varying arrays."""
     data, token_shape, unused = case(), (3, 8), (20, 21)

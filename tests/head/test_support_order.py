@@ -46,6 +46,7 @@ def test_values_and_gradients_match_the_oracle(options, layout):
     check(seen if layout == "vh" else seen._replace(weight=seen.weight.T), expected(data, **options))
 
 
+@pytest.mark.costly
 def test_narrow_operands_have_exact_products():
     data = case(dtype=jnp.bfloat16)
     seen = numbers(data)
@@ -53,6 +54,7 @@ def test_narrow_operands_have_exact_products():
     check(seen, expected(data), BF16_ERROR)
 
 
+@pytest.mark.costly
 def test_gradients_over_forty_orders_of_magnitude():
     """Every sum has a scale of its own: a large cotangent of one token takes no bit from a small one of another."""
     data = case()
@@ -64,13 +66,14 @@ def test_gradients_over_forty_orders_of_magnitude():
         np.testing.assert_allclose(seen.hidden[place], wanted.hidden[place], rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("num_shards", [2, 3, 4])
+@pytest.mark.parametrize("num_shards", [2, *(pytest.param(number, marks=pytest.mark.costly) for number in (3, 4))])
 def test_bits_do_not_depend_on_the_vocabulary_mesh(num_shards):
     data = case()
     seen = over_ranks(data, ORDER.shards(VOCAB, num_shards), engine="fixed_order", **ALL_OPTIONS)
     assert_equal_bits(seen, numbers(data, **ALL_OPTIONS))
 
 
+@pytest.mark.costly
 def test_bits_do_not_depend_on_data_ranks():
     """Rows over two data ranks, which share one weight: its gradient is a sum over both."""
     data = case(tokens=(4, 6))
@@ -82,6 +85,7 @@ def test_bits_do_not_depend_on_data_ranks():
     assert_equal_bits(seen, numbers(data))
 
 
+@pytest.mark.costly
 def test_bits_depend_on_no_other_token_and_on_no_order():
     data, rng = case(), np.random.default_rng(3)
     whole, order = numbers(data), rng.permutation(24)
@@ -97,6 +101,7 @@ def test_bits_depend_on_no_other_token_and_on_no_order():
     np.testing.assert_array_equal(np.asarray(some.hidden)[0], np.asarray(whole.hidden).reshape(24, -1)[order[:5]])
 
 
+@pytest.mark.costly
 def test_bits_do_not_depend_on_the_blocks(monkeypatch):
     """Blocks of 8 ids: most tokens have ids in two, and a sum is carried after each."""
     data = case()
@@ -110,6 +115,7 @@ MANY = 40_000
 """Terms of one sum: the limbs of each average 2^17, so that 2^31 is passed at 16,384 terms."""
 
 
+@pytest.mark.costly
 def test_a_token_of_more_ids_than_the_integers_hold_at_once():
     data = case(tokens=(1, 8), width=4, vocab=MANY, most=3)
     data |= {"lists": [list(range(MANY)), *[[]] * 7]}
@@ -117,6 +123,7 @@ def test_a_token_of_more_ids_than_the_integers_hold_at_once():
     check(numbers(data), expected(data))
 
 
+@pytest.mark.costly
 def test_a_row_of_more_tokens_than_the_integers_hold_at_once():
     """Every token has row 0 and its target, so that dW[0] = -Σ g p_0 hidden, whose terms have one sign."""
     rng = np.random.default_rng(0)

@@ -170,6 +170,7 @@ def test_hidden_states_typed_as_varying_over_the_vocabulary_axis_have_no_fixed_o
         jax.jit(mapped)(data["hidden"], data["weight"], data["targets"])
 
 
+@pytest.mark.costly
 def test_the_forward_without_replication_types_is_the_same():
     wanted = np.asarray(jax.jit(lambda: in_shard_map(FIXED, 4, 256))())
     assert (

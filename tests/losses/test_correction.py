@@ -283,6 +283,7 @@ def in_two_calls(data, loss):
     return policy_loss(values.log_probs, data["old"], data["advantages"], data["mask"], loss=loss, **given), values
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "loss, way",
     [
@@ -303,6 +304,7 @@ def test_a_linear_head_gives_the_loss_of_its_log_probs(loss, way):
         policy_problem.compare(actual, plain)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("correction", [CORRECTIONS[0], CORRECTIONS[2]], ids=["token", "sequence"])
 def test_shards_of_vocabulary_and_tokens_give_the_unsharded_loss(correction):
     data, loss = head_problem(), losses.grpo_paper(correction=correction)
@@ -429,6 +431,7 @@ def test_weights_that_are_all_0_stay_0():
     assert np.isnan(jax.jit(lambda x: policy_loss(*given[:4], mean_weight=x, **options).sum)(np.float32(np.nan)))
 
 
+@pytest.mark.costly
 def test_normalized_weights_of_a_linear_head():
     """In one pass, sharded, and as the loss of log-probs."""
     data, correction = head_problem(), NORMALIZED[2]

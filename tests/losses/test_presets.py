@@ -246,6 +246,7 @@ def test_without_a_bound_gmpo_is_gspo_without_a_clip_and_on_policy_it_is_gspo():
     )
 
 
+@pytest.mark.costly
 def test_the_bounds_of_gmpo_stop_the_labels_that_an_advantage_drives_and_metrics_count_them():
     """Verl's form, sg max-min by the sign of A, for log-ratios on both sides of and on the bounds."""
     logs = np.float32([[-0.5, -0.25, 0.0, 0.5, 0.75], [-0.5, -0.25, 0.0, 0.5, 0.75]])

@@ -275,6 +275,7 @@ def oracle_error(actual, wanted):
     return np.linalg.norm(one - other) / np.linalg.norm(other)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("rule", [Rejection(k3=0.15), Rejection(probability_gap=0.02)], ids=["k3", "policy"])
 def test_shards_of_vocabulary_and_tokens_give_the_unsharded_loss(rule):
     data, loss = head_problem(), grpo(rejection=rule)
