@@ -79,7 +79,7 @@ def test_a_folder_that_cannot_be_made_is_refused_only_if_it_was_asked_for(monkey
 
 @pytest.mark.slow
 @pytest.mark.costly
-def test_a_second_run_compiles_nothing_and_damage_is_compiled_again(tmp_path):
+def test_a_second_run_compiles_nothing_and_damage_is_compiled_again(tmp_path, cheap_processes):
     def lines(name: str) -> list[str]:
         command = [sys.executable, "-m", "experiments.grpo", *COMMAND.split(), "--out", str(tmp_path), "--name", name]
         command += ["--cache", str(tmp_path / "cache")]
