@@ -52,6 +52,7 @@ def test_trls_example_of_the_top_fifth():
     np.testing.assert_array_equal(kept, [[0] * 6, [0, 0, -2, -2, 0, 0]])
 
 
+@pytest.mark.costly
 def test_labels_below_the_threshold_add_nothing_to_any_loss_of_labels_but_to_its_count():
     """TRL's form: the loss of each label times the mask, and denominators of all labels; here in two micro-batches."""
     entropy, log_probs, advantages, mask = case(1)

@@ -153,6 +153,7 @@ def test_every_kept_file_has_all_parts_and_says_where_it_comes_from():
         assert facts["git"]["revision"] and facts["started"] and "benchmarks.regression" in facts["command"]
 
 
+@pytest.mark.costly
 def test_a_part_that_fails_does_not_end_the_others_and_nothing_is_kept(monkeypatch, tmp_path, capsys):
     results = {"head": ValueError("no room"), "step": [figure(1.0)]}
     assert not run(monkeypatch, tmp_path, results, keep=True)

@@ -298,6 +298,7 @@ def test_a_half_written_step_is_not_a_step(copied, mesh):
     assert not half.exists() and complete_steps(copied) == [20, 30]
 
 
+@pytest.mark.costly
 def test_a_save_returns_before_it_is_durable_and_keeps_what_it_was_given(tmp_path, monkeypatch):
     """The memory of what is saved is taken over while it is written, as by the next training step."""
     held, copy = threading.Event(), checkpoint.over_processes

@@ -194,6 +194,7 @@ def test_a_missing_extra_is_one_line(package, tmp_path):
     assert process.communicate(timeout=60) == ("", words) and process.returncode == 3
 
 
+@pytest.mark.costly
 @pytest.mark.bad_input
 def test_a_platform_that_is_not_here_is_one_line(tmp_path, monkeypatch):
     """In every command, one after the other in one process."""

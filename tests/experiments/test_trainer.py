@@ -104,6 +104,7 @@ def test_a_gradient_filter_reaches_the_head(tmp_path):
     assert run.gradient == "in two steps: its gradient filter needs the maxima of all tiles first"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_reference_is_frozen_and_survives_a_resume(tmp_path, invariant):
     loss = {"kl_coefficient": 0.5, "metrics": "basic"}
@@ -214,6 +215,7 @@ def test_rows_that_are_not_given_cut_a_step_into_equal_micro_batches():
     assert length_limits(task, tokenizer, rollout, whole, mesh=MeshSpec()).rows == 50
 
 
+@pytest.mark.costly
 def test_the_example_of_a_reward_of_ones_own(tmp_path):
     path = Path(__file__).parents[2] / "examples" / "own_reward.py"
     code = [line for line in path.read_text().split('"""', 2)[2].splitlines() if line.strip()]

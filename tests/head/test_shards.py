@@ -144,6 +144,7 @@ def test_gradient_taken_outside_the_shard_map(name, engine):
     check(*jax.jit(outside(SHARDINGS[name], engine))(data), data)
 
 
+@pytest.mark.costly
 def test_bf16_gradients_do_not_lose_accuracy_with_the_number_of_shards():
     """The hidden gradient is a sum over shards: added in bf16 it would collect a rounding a shard."""
     errors = {}

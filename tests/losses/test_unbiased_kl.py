@@ -112,6 +112,7 @@ def test_huge_log_ratios_stay_finite():
     assert np.isfinite(np.float32(np.exp(2 * MAX_LOG_RATIO)))
 
 
+@pytest.mark.costly
 def test_the_linear_head_takes_it_in_one_pass():
     rng = np.random.default_rng(3)
     hidden, weight = rng.normal(size=(5, 8)).astype(np.float32), rng.normal(size=(11, 8)).astype(np.float32)
