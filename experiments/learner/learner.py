@@ -191,21 +191,14 @@ class Learner:
     def saved(self) -> LearnerState:
         """Returns what a checkpoint holds: parameters, optimizer state, and the reference where there is one; as JSON the
         version, a fingerprint of what is not trained, and a controlled entropy coefficient."""
-        leaves = jax.tree.leaves(self.state.opt_state)
-        arrays = {
-            "params": nnx.to_pure_dict(self.state.params),
-            "opt_state": {f"{index:04d}": leaf for index, leaf in enumerate(leaves)},
-        }
-        if self.reference is not None:
-            arrays["reference"] = nnx.to_pure_dict(self.reference)
         counters = {"version": self.version, "frozen": fingerprint(self._backend.frozen)}
         if self.entropy_coefficient is not None:
             counters["entropy_coefficient"] = self.entropy_coefficient
-        return LearnerState(arrays, counters)
+        return LearnerState(self._arrays(), counters)
 
     def template(self) -> dict[str, Any]:
         """Returns arrays of the shapes and places of those to restore."""
-        arrays = self.saved().arrays
+        arrays = self._arrays()
         return {**arrays, "reference": arrays["params"]} if self.keeps_reference else arrays
 
     def restore(self, arrays: Mapping[str, Any], counters: Mapping[str, Any]) -> None:
@@ -220,6 +213,14 @@ class Learner:
         self.version = counters["version"]
         if self._entropy_control is not None:
             self.entropy_coefficient = counters["entropy_coefficient"]
+
+    def _arrays(self) -> dict[str, Any]:
+        leaves = jax.tree.leaves(self.state.opt_state)
+        arrays = {
+            "params": nnx.to_pure_dict(self.state.params),
+            "opt_state": {f"{index:04d}": leaf for index, leaf in enumerate(leaves)},
+        }
+        return arrays if self.reference is None else {**arrays, "reference": nnx.to_pure_dict(self.reference)}
 
     def _with_reference(self, documents: Sequence[Document]) -> Sequence[Document]:
         if not self._objective.needs_reference:
