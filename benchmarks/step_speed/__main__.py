@@ -48,7 +48,7 @@ class StepSpeedConfig:
     """Options of the benchmark; every combination of the lists is measured."""
 
     model: tuple[str, ...] = ("qwen3-0.6b",)
-    """Shapes: qwen3-0.6b, qwen3-1.7b, llama-3.2-1b."""
+    """Shapes: qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, llama-3.2-1b."""
     rows: tuple[str, ...] = ("16x2048",)
     """Rows by tokens of a row."""
     document: int = 700

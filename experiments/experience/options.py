@@ -28,8 +28,8 @@ class ScheduleConfig:
     """Passes over the completions of a rollout, each in an order of its own, in steps of --schedule.docs-per-step."""
     rows: Annotated[int | None, AtLeast(1)] = None
     """Packed rows of one micro-batch on one data rank.
-    None: split a step into equal micro-batches of at most about 1024 tokens on a CPU; elsewhere of 16384, or of fewer if
-    they do not fit into a device's memory with --model.remat full.
+    None: split a step into equal micro-batches of at most about 1024 tokens on a CPU, 16384 elsewhere.
+    On a GPU they are smaller if those do not fit into its memory with --model.remat full.
     With --invariant it is --invariance.leaf-rows."""
     row_length: Annotated[int | None, AtLeast(2)] = None
     """Tokens of one packed row; no document may be longer. None: the task's longest document."""

@@ -29,7 +29,8 @@ class ModelConfig:
     chat_template: bool = True
     """Apply the chat template of --model.path to prompts; otherwise prompts are plain text after its start token."""
     name: str | None = None
-    """Published model whose sizes and options to use, with random weights: qwen3-0.6b, qwen3-1.7b or llama-3.2-1b.
+    """Published model whose sizes and options to use, with random weights.
+    One of qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b and llama-3.2-1b.
     It keeps its vocabulary size; the task's tokens are its first ones."""
     hidden_size: int = 64
     """Features of the residual stream."""

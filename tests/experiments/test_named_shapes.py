@@ -18,7 +18,13 @@ from tests.experiments.tiny import SIZES, tiny
 
 pytestmark = pytest.mark.costly
 
-PUBLISHED = {"qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "llama-3.2-1b": 1_235_814_400}
+PUBLISHED = {
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+}
+PUBLISHED |= {"llama-3.2-1b": 1_235_814_400}
 
 
 @pytest.mark.parametrize("name", NAMED_SHAPES)

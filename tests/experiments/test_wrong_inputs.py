@@ -191,7 +191,7 @@ GRPO = [
     ),
     # Models.
     ("--model.head-dim 15", "--model.head-dim: expected an even number, got 15"),
-    ("--model.name gpt2", "--model.name: expected one of qwen3-0.6b, qwen3-1.7b, llama-3.2-1b, got gpt2"),
+    ("--model.name gpt2", "--model.name: expected one of qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, llama-3.2-1b"),
     ("--model.name qwen3-0.6b --model.num-layers 2", "--model.num-layers: expected no value together with --model.name"),
     ("--model.path /nowhere/at/all", "--model.path: expected "),
     ("--model.path {place}/folder", "config.json"),
