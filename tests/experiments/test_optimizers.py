@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from experiments.config import OptimizerConfig
-from experiments.learner.optimizers import OPTIMIZERS, Optimizer, learning_rate
+from experiments.learner.optimizers import OPTIMIZERS, Optimizer, learning_rate, with_bf16_moment
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.models.parameters import INPUT_AXES, abstract_decoder
@@ -51,9 +51,9 @@ def run(optimizer, params, gradients):
     return params, state, rates
 
 
-def two_steps(name, **options):
+def two_steps(name, wrap=lambda transformation: transformation):
     params, *gradients = map(parameters, range(3))
-    transformation = OPTIMIZERS[name](weight_decay=DECAY, **options)
+    transformation = wrap(OPTIMIZERS[name](weight_decay=DECAY))
     new, _, rates = run(Optimizer(transformation, lambda n: jnp.asarray(RATES)[n], 1e9), params, gradients)
     np.testing.assert_allclose(rates, RATES, rtol=1e-6)  # one rounding to fp32
     return paths(params), [paths(each) for each in gradients], paths(new)
@@ -132,6 +132,25 @@ def test_adamw_and_adafactor_are_their_formulas():
             # a root mean square of up to 576 entries.
             bound = fp32_bound(4.0, 8) + 0.04 * fp32_bound(4.0, value.size)
             np.testing.assert_allclose(after[path], expected, rtol=0, atol=bound, err_msg=f"{name} {path}")
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_first_moment_in_bf16_is_rounded_once_a_step(name):
+    """At most 2^-8 of 0.1 g₁ is lost, times b1 / (1 - b1²), over a divisor of at least √(0.0099 / 0.0199) |g₁|."""
+    before, gradients, after = two_steps(name, wrap=with_bf16_moment)
+    exact = two_steps(name)[2]
+    bound = 0.03 * 2**-8 * (0.1 * 0.9 / 0.19) / math.sqrt(0.0099 / 0.0199) + 2 * fp32_bound(4.0, 8)
+    differ = 0.0
+    for path, value in before.items():
+        if name == "adamw" or MATRICES.keys().isdisjoint(path):
+            expected = adam_steps(value, [each[path] for each in gradients], nesterov=name == "muon")
+            np.testing.assert_allclose(after[path], expected, rtol=0, atol=bound, err_msg=str(path))
+            differ = max(differ, np.abs(after[path] - exact[path]).max())
+    assert differ > bound / 4
+    params = parameters(0)
+    state = OptimizerConfig(name=name, learning_rate=1.0, first_moment_dtype="bfloat16").optimizer(1).init(params)
+    narrow = sum(leaf.size for leaf in jax.tree.leaves(state) if leaf.dtype == jnp.bfloat16)
+    assert narrow == sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def test_adafactor_keeps_row_and_column_means_of_large_matrices():

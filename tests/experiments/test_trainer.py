@@ -123,8 +123,13 @@ def test_a_reference_is_frozen_and_survives_a_resume(tmp_path, invariant):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_a_resume_takes_over_every_optimizers_state_and_the_exact_copy_of_bf16_parameters(tmp_path, name):
-    """On two tensor ranks, with gradient sums in bf16 too."""
-    options = {"optimizer": {"name": name}, "model": {"param_dtype": "bfloat16"}, "mesh": "tensor=2"}
+    """On two tensor ranks, with gradient sums in bf16 too, and Muon's moments."""
+    moment = "bfloat16" if name == "muon" else "float32"
+    options = {
+        "optimizer": {"name": name, "first_moment_dtype": moment},
+        "model": {"param_dtype": "bfloat16"},
+        "mesh": "tensor=2",
+    }
     schedule = {"steps": 2, "accumulate": "bfloat16", "rows": 4}
     config = short(tmp_path, "whole", schedule=schedule, checkpoint={"every": 1}, **options)
     whole = train(config, reward=parity)
@@ -132,6 +137,7 @@ def test_a_resume_takes_over_every_optimizers_state_and_the_exact_copy_of_bf16_p
     assert_same_state(resumed, whole)
     state = whole.setup.learner.state
     assert int(state.opt_state.count) == 2
+    assert any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(state.opt_state)) == (moment == "bfloat16")
     for stored, exact in zip(*map(jax.tree.leaves, (state.params, state.opt_state.exact)), strict=True):
         assert stored.dtype == jnp.bfloat16 and exact.dtype == jnp.float32
         assert stored.sharding.is_equivalent_to(exact.sharding, stored.ndim)

@@ -111,8 +111,13 @@ GRPO = [
             "--task jsonl:{place}/long.jsonl --data.max-text-bytes 99999 --rollout.prompts-per-rollout 99999",
         )
     ),
-    ("--optimizer.momentum 0.9", "--optimizer.momentum: expected None for optimizer 'adamw'"),
-    ("--optimizer.name adafactor --optimizer.b1 0.9", "--optimizer.b1: expected None for optimizer 'adafactor'"),
+    ("--optimizer.momentum 0.9", "--optimizer.momentum: expected no value for optimizer 'adamw'"),
+    ("--optimizer.name adafactor --optimizer.b1 0.9", "--optimizer.b1: expected no value for optimizer 'adafactor'"),
+    ("--optimizer.first-moment-dtype bfloat16 --optimizer.b1 0.99", "--optimizer.b1: expected at most 0.98 with "),
+    (
+        "--optimizer.name adafactor --optimizer.first-moment-dtype bfloat16",
+        "--optimizer.first-moment-dtype: expected float32 for adafactor",
+    ),
     (
         "--optimizer.weight-decay 1e9",
         "--optimizer.weight-decay: expected at most 2000, which is 1 / --optimizer.learning-rate",
