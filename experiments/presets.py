@@ -64,3 +64,14 @@ def defaults_for(arguments: Sequence[str] | None = None) -> Config:
         return Config()
     require(choice.preset in PRESETS, "--preset", f"one of {', '.join(PRESETS)}", repr(choice.preset))
     return PRESETS[choice.preset]
+
+
+def require_preset(config: Config) -> None:
+    """Refuses the name of a preset without its options, and a name that is none."""
+    if config.preset is None:
+        return
+    require(config.preset in PRESETS, "preset", f"one of {', '.join(PRESETS)}", repr(config.preset))
+    default = Config()
+    own = any(getattr(config, name) != getattr(default, name) for name in ("task", "model", "rollout", "schedule"))
+    expected = "experiments.presets.PRESETS[name], or dataclasses.replace of it, which has the options"
+    require(own, "preset", expected, f"{config.preset!r} with the default ones")

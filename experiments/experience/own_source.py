@@ -100,9 +100,13 @@ def find_source(name: str) -> Any:
     expected = "module:name of a function (policy, step) -> documents, or of a class with next, state and restore"
     found = import_named("--source", name, expected)
     source = call_named("--source", name, expected, found) if isinstance(found, type) else found
-    complete = all(callable(getattr(source, each, None)) for each in ("next", "state", "restore"))
-    require(complete or (callable(source) and not hasattr(source, "next")), "--source", expected, describe(source))
+    require(_is_source(source), "--source", expected, describe(source))
     return source
+
+
+def _is_source(source: Any) -> bool:
+    complete = all(callable(getattr(source, each, None)) for each in ("next", "state", "restore"))
+    return complete or (callable(source) and not hasattr(source, "next"))
 
 
 def resolve_source(option: str | None, source: Any) -> tuple[str | None, Any]:
@@ -118,4 +122,6 @@ def resolve_source(option: str | None, source: Any) -> tuple[str | None, Any]:
     if source is None:
         return option, None if option is None else find_source(option)
     require(option is None, "--source", "None where train is given a source", option)
+    expected = "a function (policy, step) -> documents, or an object with next, state and restore"
+    require(_is_source(source) and not isinstance(source, type), "source", expected, describe(source))
     return OWN + source_name(source), source

@@ -31,7 +31,7 @@ from experiments.runs.files import (
 from experiments.runs.identity import RunParts
 from experiments.runs.lock import RunLock
 from experiments.runs.log_file import LogFile, LogMarks
-from jaxlogp.errors import require
+from jaxlogp.errors import describe, require
 
 LONGEST_NAME_BYTES = 200
 """File systems take 255, and files inside add to theirs."""
@@ -154,6 +154,7 @@ def run_and_step(run: str | Path) -> tuple[Path, int | None]:
         >>> run_and_step("runs/a@200")
         (PosixPath('runs/a'), 200)
     """
+    require(isinstance(run, str | Path), "run folder", "a path", describe(run))
     named = None if Path(run).exists() else STEP_OF_RUN.fullmatch(str(run))
     return (Path(run), None) if named is None else (Path(named[1]), int(named[2]))
 

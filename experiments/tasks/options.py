@@ -9,9 +9,10 @@ from jaxtyping import Float
 from experiments.options import AtLeast, OneOf, option_errors
 from experiments.tasks.jsonl import JsonlFormat
 from experiments.tasks.prompted import PromptedTask
-from experiments.tasks.protocol import Task
+from experiments.tasks.protocol import MEMBERS, Task
 from experiments.tasks.registry import make_task
 from experiments.tasks.rewards import RewardOptions, Rewards, rewards_for
+from jaxlogp.errors import describe, require
 from jaxlogp.losses.ratios import KL_ESTIMATORS
 
 
@@ -39,9 +40,13 @@ class DataConfig(JsonlFormat):
         """Returns a task from Python, asked as these options say.
 
         Raises:
-            ValueError: if a rule is unknown, or an option belongs to files.
+            ValueError: if it is no task, a rule is unknown, or an option belongs to files.
         """
         self.require_default()
+        lacks = [name for name in MEMBERS if not hasattr(task, name)]
+        expected = f"an object with {', '.join(MEMBERS)} (experiments.tasks.Task)"
+        is_object = not lacks and not isinstance(task, type)
+        require(is_object, "task", expected, f"{describe(task)}{f' without {lacks[0]}' if lacks else ''}")
         return self._asked(task)
 
     def _asked(self, task: Task) -> Task:

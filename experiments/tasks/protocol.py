@@ -92,6 +92,10 @@ class Task(Protocol):
         """The task's verdict: 1.0 when the completion answers the example, else 0.0. Held-out scores are means of it."""
 
 
+MEMBERS = ("name", "alphabet", "max_prompt_tokens", "max_answer_tokens", "num_examples", "example", "verify")
+"""What every task has."""
+
+
 def data_digest(task: Task) -> str | None:
     """sha256 of a task's data, where it has some that can change: its attribute ``digest``; else None."""
     return getattr(task, "digest", None)

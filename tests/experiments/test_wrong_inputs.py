@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shlex
 import subprocess
 import sys
@@ -9,8 +10,8 @@ import typing
 
 import pytest
 
-from experiments import chat, evaluate, export, grpo, plot
-from experiments.config import Config, validate
+from experiments import chat, evaluate, export, grpo, plot, resume, train
+from experiments.config import Config, OptimizerConfig, ScheduleConfig, validate
 from experiments.learner.optimizers import DECAY
 from experiments.loop.run import set_up
 from experiments.options import AtLeast, OneOf, Positive, Within, flat_fields, option_name, range_of, replaced
@@ -432,3 +433,37 @@ def test_a_process_of_its_own(debug, cheap_processes):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "error: --seed: expected at least 0, got -1" in done.stderr, done.stderr
     assert ("Traceback" in done.stderr) == bool(debug)
+
+
+def with_options(**options):
+    return lambda out: train(Config(out=str(out), **options))
+
+
+class Task:
+    name = "task without examples"
+
+
+SOURCE = "source: expected a function (policy, step) -> documents, or an object with next, state and restore, got "
+PASSED = {
+    "config: expected an experiments.Config, got str 'grpo'": lambda out: train("grpo"),
+    "config.seed: expected int, got '3'": with_options(seed="3"),
+    "config.schedule.steps: expected int, got 1.5": with_options(schedule=ScheduleConfig(steps=1.5)),
+    "config.rollout: expected every key of RolloutConfig": with_options(rollout={"num_generations": 4}),
+    "config.optimizer.learning_rate: expected float, got '1'": with_options(
+        optimizer=OptimizerConfig(learning_rate="1")
+    ),
+    "preset: expected one of smollm2, got 'smol'": with_options(preset="smol"),
+    "preset: expected experiments.presets.PRESETS[name], ": with_options(preset="smollm2", seed=3),
+    "task: expected an object with name, alphabet, ": lambda out: train(Config(out=str(out)), task=Task()),
+    f"{SOURCE}int 5": lambda out: train(Config(out=str(out)), source=5),
+    f"{SOURCE}type <class 'int'>": lambda out: train(Config(out=str(out)), source=int),
+    "run folder: expected a path, got NoneType None": lambda out: resume(None),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("words", PASSED)
+def test_what_is_passed_from_python_is_named(tmp_path, words):
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
+        PASSED[words](tmp_path)
+    assert not list(tmp_path.iterdir())
