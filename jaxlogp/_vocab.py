@@ -23,7 +23,7 @@ from jaxlogp._compat import (
     resized_spec,
     tracks_varying_axes,
 )
-from jaxlogp.errors import describe, require, require_integer, require_mask, require_tokens
+from jaxlogp.errors import describe, is_integer, require, require_integer, require_mask, require_tokens
 
 TILE = 256
 """Rows of the weight in a tile of the `hopper` kernels, counted from a shard's first row."""
@@ -50,11 +50,11 @@ class VocabShards:
 
     def __post_init__(self) -> None:
         """Refuses ranges that do not cover [0, vocab_size) exactly once, naming the two ranges that disagree."""
-        require(_is_int(self.vocab_size) and self.vocab_size > 0, "vocab_size", "an integer > 0", self.vocab_size)
+        require(is_integer(self.vocab_size) and self.vocab_size > 0, "vocab_size", "an integer > 0", self.vocab_size)
         require(len(self.ranges) > 0, "ranges", "at least one (start, end) range", "none")
         previous = None
         for position, pair in enumerate(self.ranges):
-            ok = isinstance(pair, tuple) and len(pair) == 2 and all(_is_int(edge) for edge in pair)
+            ok = isinstance(pair, tuple) and len(pair) == 2 and all(is_integer(edge) for edge in pair)
             require(ok, "ranges", "pairs (start, end) of integers", f"{pair!r} at position {position}")
             start, end = pair
             require(start >= 0, "ranges", "start >= 0", f"{pair} (negative) at position {position}")
@@ -75,8 +75,8 @@ class VocabShards:
         Raises:
             ValueError: if vocab_size or num_shards is not a positive integer, or there are more shards than ids.
         """
-        require(_is_int(vocab_size) and vocab_size > 0, "vocab_size", "an integer > 0", vocab_size)
-        require(_is_int(num_shards) and num_shards > 0, "num_shards", "an integer > 0", num_shards)
+        require(is_integer(vocab_size) and vocab_size > 0, "vocab_size", "an integer > 0", vocab_size)
+        require(is_integer(num_shards) and num_shards > 0, "num_shards", "an integer > 0", num_shards)
         require(num_shards <= vocab_size, "num_shards", f"at most vocab_size {vocab_size}", num_shards)
         width, extra = divmod(vocab_size, num_shards)
         edges = [rank * width + min(rank, extra) for rank in range(num_shards + 1)]
@@ -105,7 +105,7 @@ class VocabShards:
             >>> VocabShards.aligned(1000, 2).ranges, VocabShards.aligned(500, 2).ranges, VocabShards.aligned(10, 2).ranges
             (((0, 512), (512, 1000)), ((0, 256), (256, 500)), ((0, 5), (5, 10)))
         """
-        require(_is_int(multiple) and multiple > 0, "multiple", "an integer > 0", multiple)
+        require(is_integer(multiple) and multiple > 0, "multiple", "an integer > 0", multiple)
         even = cls.even(vocab_size, num_shards)
         width = -(-vocab_size // (num_shards * multiple)) * multiple
         if (num_shards - 1) * width >= vocab_size:
@@ -120,7 +120,7 @@ class VocabShards:
         Raises:
             ValueError: if a range is negative or empty, or two ranges are unsorted, overlap or leave a hole.
         """
-        return cls(tuple(tuple(int(e) if _is_int(e) else e for e in pair) for pair in ranges), vocab_size)
+        return cls(tuple(tuple(int(e) if is_integer(e) else e for e in pair) for pair in ranges), vocab_size)
 
     @property
     def num_shards(self) -> int:
@@ -282,10 +282,6 @@ def local_shard(rows: int, axis_name: AxisName | None, vocab: VocabShards | None
     require(rows == vocab.max_width, "vocab", expected, f"max_width {vocab.max_width}")
     starts, widths = np.asarray(vocab.starts, np.int32), np.asarray(vocab.widths, np.int32)
     return LocalShard(jnp.asarray(starts)[rank], jnp.asarray(widths)[rank], vocab.vocab_size, num_shards)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def _check_neighbours(previous: tuple[int, int], current: tuple[int, int]) -> None:

@@ -66,6 +66,11 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
+def is_integer(value: Any) -> bool:
+    """Returns True for an integer of Python or NumPy, but not for a bool."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 def require_positive(value: Any, argument: str) -> None:
     """Raises ``ValueError`` unless ``value`` is a Python number > 0 that fp32 holds, like its reciprocal.
 

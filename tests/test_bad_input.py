@@ -270,6 +270,10 @@ CASES = {
         "documents",
         ["Document", "list [1, 2, 3]"],
     ),
+    "rows that are no integer": (lambda: jaxlogp.pack_documents([], rows=1.5, row_length=4), "rows", ["1.5"]),
+    "a schedule of a text": (lambda: jaxlogp.DocumentSchedule("512"), "docs_per_step", ["integer", "'512'"]),
+    "a turn of floats": (lambda: jaxlogp.Trajectory([1.5]), "ids", ["integers", "1.5"]),
+    "a turn of text": (lambda: jaxlogp.Trajectory("ab"), "ids", ["integers", "'ab'"]),
     # policy loss
     "a name in place of a loss": (lambda: policy(loss="grpo"), "loss", ["PolicyLoss", "grpo"]),
     "a preset that was not called": (lambda: policy(loss=jaxlogp.losses.grpo), "loss", ["PolicyLoss", "function"]),

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from jaxlogp.errors import require
+from jaxlogp.errors import is_integer, is_number, require
 
 
 def narrows(top_k: int | None, top_p: float, min_p: float) -> bool:
@@ -45,15 +45,17 @@ class SamplingOptions:
     rows: int | None = None
 
     def __post_init__(self) -> None:
-        require(self.max_new_tokens >= 1, "max_new_tokens", "at least 1", self.max_new_tokens)
-        is_divisor = self.temperature is None or 0.0 < self.temperature < math.inf
-        require(is_divisor, "temperature", "a positive, finite number", self.temperature)
-        require(self.top_k is None or self.top_k >= 1, "top_k", "at least 1, or None", self.top_k)
-        require(0.0 < self.top_p <= 1.0, "top_p", "a number above 0, at most 1", self.top_p)
-        require(0.0 <= self.min_p <= 1.0, "min_p", "a number in [0, 1]", self.min_p)
-        require(all(self.stop), "stop", "texts of at least one character", "an empty one")
-        require(self.support_room >= 1, "support_room", "at least 1", self.support_room)
-        require(self.rows is None or self.rows >= 1, "rows", "at least 1, or None", self.rows)
+        for name in ("max_new_tokens", "top_k", "support_room", "rows"):
+            value, may_be_none = getattr(self, name), name in ("top_k", "rows")
+            expected = f"an integer of at least 1{', or None' if may_be_none else ''}"
+            require((is_integer(value) and value >= 1) or (may_be_none and value is None), name, expected, repr(value))
+        heat, top_p, min_p = self.temperature, self.top_p, self.min_p
+        is_divisor = heat is None or (is_number(heat) and 0.0 < heat < math.inf)
+        require(is_divisor, "temperature", "a positive, finite number, or None", repr(heat))
+        require(is_number(top_p) and 0.0 < top_p <= 1.0, "top_p", "a number above 0, at most 1", repr(top_p))
+        require(is_number(min_p) and 0.0 <= min_p <= 1.0, "min_p", "a number in [0, 1]", repr(min_p))
+        are_texts = isinstance(self.stop, tuple) and all(isinstance(each, str) and each for each in self.stop)
+        require(are_texts, "stop", "a tuple of texts of at least one character", repr(self.stop))
         expected = "False without top_k, top_p or min_p, where it is the whole vocabulary"
         require(self.filters or not self.record_support, "record_support", expected, True)
 

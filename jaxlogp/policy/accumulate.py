@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jaxlogp._arrays import AnyArray, compute_dtype
 from jaxlogp._reduce import WeightedSum
-from jaxlogp.errors import describe, require
+from jaxlogp.errors import describe, is_integer, require
 from jaxlogp.policy.metrics import PolicyMetricTerms
 
 
@@ -207,10 +207,9 @@ class DocumentSchedule:
     max_empty_micro_batches: int = 16
 
     def __post_init__(self) -> None:
-        require(self.docs_per_step >= 0, "docs_per_step", "a number of at least 0", self.docs_per_step)
-        require(self.micro_batches > 0, "micro_batches", "a number above 0", self.micro_batches)
-        limit = self.max_empty_micro_batches
-        require(limit >= 0, "max_empty_micro_batches", "a number of at least 0", limit)
+        for name, least in {"docs_per_step": 0, "micro_batches": 1, "max_empty_micro_batches": 0}.items():
+            value = getattr(self, name)
+            require(is_integer(value) and value >= least, name, f"an integer of at least {least}", repr(value))
 
     def collect(
         self,

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxlogp._arrays import AnyArray
-from jaxlogp.errors import describe, is_number, require
+from jaxlogp.errors import describe, is_integer, is_number, require
 from jaxlogp.head.support.ids import PADDING_ID, Support
 
 PADDING_SEGMENT = -1
@@ -253,7 +253,10 @@ class Trajectory:
         return Document(tokens, labels, sampler_log_probs=log_probs, support=support, **rest)
 
     def _add(self, ids: Sequence[int] | Integer[AnyArray, " ids"], drawn: bool) -> None:
-        self.tokens += np.asarray(ids, np.int32).tolist()
+        array = np.asarray(ids)
+        is_ids = array.ndim == 1 and (array.size == 0 or np.issubdtype(array.dtype, np.integer))
+        require(is_ids, "ids", "a sequence of token ids, which are integers", describe(ids))
+        self.tokens += array.tolist()
         self._labels += [drawn] * len(ids)
 
 
@@ -373,11 +376,13 @@ def pack_documents(
         >>> batch.targets.tolist(), batch.mask.astype(int).tolist()
         ([[6, 7, 0, 9, 0, 0]], [[1, 1, 0, 1, 0, 0]])
     """
-    require(rows > 0, "rows", "a number above 0", rows)
-    require(row_length > 0, "row_length", "a number above 0", row_length)
-    require(pad_id >= 0, "pad_id", "a token id of at least 0", pad_id)
+    for name, value in {"rows": rows, "row_length": row_length}.items():
+        require(is_integer(value) and value > 0, name, "an integer above 0", repr(value))
+    require(is_integer(pad_id) and pad_id >= 0, "pad_id", "a token id of at least 0", repr(pad_id))
     given = support_capacity
-    require(given is None or given > 0, "support_capacity", "a number above 0, or None", given)
+    require(
+        given is None or (is_integer(given) and given > 0), "support_capacity", "an integer above 0, or None", given
+    )
     documents = tuple(documents)
     for index, document in enumerate(documents):
         require(isinstance(document, Document), f"documents[{index}]", "a Document", describe(document))

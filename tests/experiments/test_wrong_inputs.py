@@ -10,7 +10,7 @@ import typing
 
 import pytest
 
-from experiments import chat, evaluate, export, grpo, plot, resume, train
+from experiments import SamplingOptions, chat, evaluate, export, grpo, plot, resume, train
 from experiments.config import Config, OptimizerConfig, ScheduleConfig, validate
 from experiments.learner.optimizers import DECAY
 from experiments.loop.run import set_up
@@ -88,10 +88,10 @@ GRPO = [
     ("--out " + "x" * 5000, "--out: expected a path that can be made, got xxx"),
     # Numbers.
     ("--schedule.row-length 4", "--schedule.row-length: expected at least 11, the longest document of this task, got 4"),
-    ("--rollout.top-k 0", "--rollout.top-k: expected at least 1"),
+    ("--rollout.top-k 0", "--rollout.top-k: expected an integer of at least 1, or None, got 0"),
     ("--rollout.top-p 0", "--rollout.top-p: expected a number above 0, at most 1"),
     ("--rollout.min-p 2", "--rollout.min-p: expected a number in [0, 1]"),
-    ("--rollout.stop ''", "--rollout.stop: expected texts of at least one character"),
+    ("--rollout.stop ''", "--rollout.stop: expected a tuple of texts of at least one character"),
     ("--rollout.max-prompt-tokens 2", "--rollout.max-prompt-tokens: expected at least 7, for the prompts of this task"),
     # Options under which no answer fits.
     *(
@@ -457,6 +457,10 @@ PASSED = {
     "task: expected an object with name, alphabet, ": lambda out: train(Config(out=str(out)), task=Task()),
     f"{SOURCE}int 5": lambda out: train(Config(out=str(out)), source=5),
     f"{SOURCE}type <class 'int'>": lambda out: train(Config(out=str(out)), source=int),
+    "max_new_tokens: expected an integer of at least 1, got 3.5": lambda out: SamplingOptions(3.5),
+    "top_k: expected an integer of at least 1, or None, got '5'": lambda out: SamplingOptions(4, top_k="5"),
+    "top_p: expected a number above 0, at most 1, got '1'": lambda out: SamplingOptions(4, top_p="1"),
+    "stop: expected a tuple of texts of at least one character, got 'end'": lambda out: SamplingOptions(4, stop="end"),
     "run folder: expected a path, got NoneType None": lambda out: resume(None),
 }
 
