@@ -1,5 +1,6 @@
 """What a run chooses where its options leave it open: recomputation, micro-batches and completions at a time that fit."""
 
+import gc
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -63,8 +64,9 @@ def set_up_what_fits(found: Found, *, chooses_remat: bool) -> tuple[Found, Setup
             if cheaper is None:
                 raise
             found = cheaper
-        # Its arrays make room for those of the next.
+        # Its arrays make room for those of the next. Its parts refer to each other: only the collector frees them.
         del setup
+        gc.collect()
 
 
 class _Choices:

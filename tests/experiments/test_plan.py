@@ -1,6 +1,7 @@
 """What a run chooses to fit into a device: what a policy of recomputation keeps, and what is tried one after the other."""
 
 import dataclasses
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from flax import nnx
 
 from experiments.config import Config, apply_changes
 from experiments.loop import memory, plan
+from experiments.loop.found import Found
 from experiments.loop.memory import MemoryNeed
 from experiments.loop.plan import FROM_LEAST, kept_bytes
 from experiments.loop.run import set_up
@@ -94,8 +96,19 @@ def test_rows_are_fewer_where_no_recomputation_is_expected_to_fit(tmp_path, monk
 
 @pytest.mark.costly
 def test_what_does_not_fit_is_compiled_again_with_less(tmp_path, monkeypatch, capsys):
-    """Of 64 completions there is room for three quarters, which are 32; then for a half of these."""
-    needs = [MICRO_BATCH, ROLLOUT, BOTH, MICRO_BATCH]
+    """What did not fit is gone before the next is made.
+
+    Of 64 completions there is room for three quarters, which are 32; then for a half of these.
+    """
+    needs, before, assemble = [MICRO_BATCH, ROLLOUT, BOTH, MICRO_BATCH], [], Found.assemble
+
+    def assemble_alone(found):
+        assert not [each for each in before if each() is not None]
+        setup = assemble(found)
+        before.extend(map(weakref.ref, (setup, setup.learner)))
+        return setup
+
+    monkeypatch.setattr(Found, "assemble", assemble_alone)
     made = set_up_with(tmp_path, monkeypatch, 4 * GIB, needs, schedule={"rows": None})
     assert (made.config.model.remat, made.config.schedule.rows, made.config.rollout.rows) == ("full", 16, 16)
     at_a_time = "{} completions at a time on each data rank"
