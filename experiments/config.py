@@ -17,9 +17,10 @@ from experiments.models.lora import ADAPTABLE, LoraConfig
 from experiments.models.mesh import MeshSpec, parse_mesh
 from experiments.models.options import ModelConfig
 from experiments.options import AtLeast, check_ranges, flat_fields, option_errors, option_name, replaced, value_of
+from experiments.runs.config_file import from_json, to_json
 from experiments.runs.options import CheckpointConfig
 from experiments.tasks.options import DataConfig, RewardConfig
-from jaxlogp.errors import require
+from jaxlogp.errors import describe, require
 from jaxlogp.losses import PolicyLoss
 from jaxlogp.policy.algorithms import OVER_BATCH
 
@@ -129,6 +130,12 @@ class Config:
             warm_start=warm_start,
             invariance=invariance,
         )
+
+
+def require_types(config: Config, place: str) -> None:
+    """Refuses what is no Config, or has an option of another type: from Python nothing else has compared them."""
+    require(isinstance(config, Config), place, "an experiments.Config", describe(config))
+    from_json(to_json(config), Config, place)
 
 
 def validate(config: Config) -> MeshSpec:
@@ -328,6 +335,7 @@ def apply_changes(stored: Config, changes: Mapping[str, Any]) -> Config:
         2000
     """
     given = replaced(stored, changes)
+    require_types(given, "changes")
     # "auto" and None stand for what the run made of them.
     resolved = given.resolved()
     changed = {

@@ -249,7 +249,7 @@ class OptimizerConfig:
 
     @staticmethod
     def _check_narrow_moment(has_moment: bool, given: dict[str, float]) -> None:
-        option, expected = "--optimizer.first-moment-dtype", "float32 for adafactor, which keeps no first moment"
+        option, expected = "--optimizer.first-moment-dtype", "float32 for adafactor, whose state is float32"
         require(has_moment, option, expected, "bfloat16")
         for name in ("b1", "momentum"):
             # Neighbours in bf16 are up to 0.8 % apart: less than half of that is rounded away.

@@ -12,7 +12,7 @@ from typing import Any
 
 from flax import nnx
 
-from experiments.config import Config, validate
+from experiments.config import Config, require_types, validate
 from experiments.experience.experience import ExperienceSource, Policy
 from experiments.experience.own_source import resolve_source
 from experiments.loop.assemble import Setup
@@ -31,7 +31,7 @@ from experiments.models.mesh import parse_mesh
 from experiments.models.pretrained import small_files
 from experiments.presets import require_preset
 from experiments.processes import processes
-from experiments.runs.config_file import from_json, save_config, to_json
+from experiments.runs.config_file import save_config
 from experiments.runs.console import HeldOut, RunConsole
 from experiments.runs.ends import AlreadyFinished, RunEnded
 from experiments.runs.files import write_json
@@ -41,7 +41,7 @@ from experiments.runs.lock import RunLock
 from experiments.runs.plots import plot_runs
 from experiments.tasks import Reward, Rewards, Task
 from experiments.tasks.registry import names_user_task
-from jaxlogp.errors import describe, require
+from jaxlogp.errors import require
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,7 @@ class Run:
 def set_up(config: Config, user: UserParts = NOTHING_OWN) -> Run:
     """Makes a run and its folder; nothing is trained yet."""
     require_settings()
-    require(isinstance(config, Config), "config", "an experiments.Config", describe(config))
-    # From Python nothing has compared the options with their types.
-    from_json(to_json(config), Config, "config")
+    require_types(config, "config")
     require_preset(config)
     name, source = resolve_source(config.source, user.source)
     config = dataclasses.replace(config, source=name)

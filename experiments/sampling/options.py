@@ -49,9 +49,9 @@ class SamplingOptions:
             value, may_be_none = getattr(self, name), name in ("top_k", "rows")
             expected = f"an integer of at least 1{', or None' if may_be_none else ''}"
             require((is_integer(value) and value >= 1) or (may_be_none and value is None), name, expected, repr(value))
-        heat, top_p, min_p = self.temperature, self.top_p, self.min_p
-        is_divisor = heat is None or (is_number(heat) and 0.0 < heat < math.inf)
-        require(is_divisor, "temperature", "a positive, finite number, or None", repr(heat))
+        temperature, top_p, min_p = self.temperature, self.top_p, self.min_p
+        is_divisor = temperature is None or (is_number(temperature) and 0.0 < temperature < math.inf)
+        require(is_divisor, "temperature", "a positive, finite number, or None", repr(temperature))
         require(is_number(top_p) and 0.0 < top_p <= 1.0, "top_p", "a number above 0, at most 1", repr(top_p))
         require(is_number(min_p) and 0.0 <= min_p <= 1.0, "min_p", "a number in [0, 1]", repr(min_p))
         are_texts = isinstance(self.stop, tuple) and all(isinstance(each, str) and each for each in self.stop)

@@ -149,6 +149,11 @@ def test_a_run_without_a_choice_left_is_refused(tmp_path, monkeypatch, needs, ch
     assert not list(tmp_path.iterdir())
 
 
+def test_of_parts_that_are_too_large_there_is_room_for_a_share():
+    assert memory.DoesNotFit(BOTH, 4 * GIB, "").shares == {"micro-batch": 3 / 7, "rollout": 3 / 4, "evaluation": 1 / 2}
+    assert memory.DoesNotFit(BOTH._replace(state=5 * GIB), 4 * GIB, "").shares == {}
+
+
 def test_a_resume_keeps_what_the_run_chose():
     chosen = dataclasses.replace(
         TINY,

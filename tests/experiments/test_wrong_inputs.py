@@ -11,7 +11,7 @@ import typing
 import pytest
 
 from experiments import SamplingOptions, chat, evaluate, export, grpo, plot, resume, train
-from experiments.config import Config, OptimizerConfig, ScheduleConfig, validate
+from experiments.config import Config, OptimizerConfig, ScheduleConfig, apply_changes, validate
 from experiments.learner.optimizers import DECAY
 from experiments.loop.run import set_up
 from experiments.options import AtLeast, OneOf, Positive, Within, flat_fields, option_name, range_of, replaced
@@ -461,6 +461,7 @@ PASSED = {
     "top_k: expected an integer of at least 1, or None, got '5'": lambda out: SamplingOptions(4, top_k="5"),
     "top_p: expected a number above 0, at most 1, got '1'": lambda out: SamplingOptions(4, top_p="1"),
     "stop: expected a tuple of texts of at least one character, got 'end'": lambda out: SamplingOptions(4, stop="end"),
+    "changes.schedule.steps: expected int, got '5'": lambda out: apply_changes(Config(), {"schedule.steps": "5"}),
     "run folder: expected a path, got NoneType None": lambda out: resume(None),
 }
 
