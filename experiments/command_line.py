@@ -43,6 +43,10 @@ Exit codes:
     4         a guard refused to continue
     130, 143  ended by Ctrl-C, SIGTERM
 """
+GPU_MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""Variables of JAX for the share of a GPU's memory that it may take, by their new and their old name."""
+SHARE_OF_GPU = "0.9"
+"""Unless the environment says otherwise: a command has its GPUs for itself. JAX takes three quarters."""
 _ERRNO_IN_TEXT = re.compile(r"\[OS error \d+: (E[A-Z]+)")
 """As tensorstore writes a fault of the file system into a ValueError."""
 _OF_A_COLLECTIVE = re.compile(r"[A-Z_]+: Gloo ")
@@ -68,6 +72,8 @@ def run_command(
     """
     given = arguments_of(arguments)
     with one_line_errors(options, debug=DEBUG in given):
+        if not any(name in os.environ for name in GPU_MEMORY):
+            os.environ[GPU_MEMORY[0]] = SHARE_OF_GPU
         cache, given = take_cache_option([each for each in given if each != DEBUG])
         defaults: dict[str, Any] = {} if default is None else {"default": default(given)}
         with _refusals_in_one_line():

@@ -64,7 +64,7 @@ class StepSpeedConfig:
     param_dtype: tuple[str, ...] = ("float32",)
     """Dtypes of the parameters."""
     optimizer: tuple[str, ...] = ("adamw",)
-    """Optimizers: adamw, adafactor, muon."""
+    """Optimizers: adamw, adafactor, muon; adamw:bfloat16 keeps the first moment in that dtype, as muon:bfloat16 does."""
     accumulate: tuple[str, ...] = ("float32",)
     """Dtypes of the gradient's sums over micro-batches."""
     support: tuple[str, ...] = ("none",)

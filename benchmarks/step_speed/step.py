@@ -70,7 +70,7 @@ class Step:
         config: the decoder.
         rows: what a step reads.
         engine: the head's engine.
-        optimizer: name of the optimizer.
+        optimizer: name of the optimizer, and after a colon the dtype of its first moment, if not float32.
         accumulate: dtype of the gradient's sums.
         spec: the device mesh.
         support: ids that log-probs are taken over; None for the whole vocabulary.
@@ -94,8 +94,10 @@ class Step:
         objective = PolicyObjective(grpo(), "with_entropy", document_axis(mesh))
         options = {"temperature": 1.0, "engine": engine, "accumulate": accumulate}
         self.sums = GspmdGradients(graph, mesh, objective, **options)
+        name, _, first_moment = optimizer.partition(":")
+        chosen = OptimizerConfig(name=name, learning_rate=1e-6, first_moment_dtype=first_moment or "float32")
         self.update = Update(
-            OptimizerConfig(name=optimizer, learning_rate=1e-6).optimizer(STEPS),
+            chosen.optimizer(STEPS),
             functools.partial(place_parameters, mesh=mesh),
         )
         self.state: TrainState = self.update.init(params)

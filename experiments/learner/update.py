@@ -16,6 +16,8 @@ from experiments.learner.backend import StepGradient
 from experiments.learner.optimizers import Optimizer, OptimizerState
 from experiments.learner.soundness import OPTIMIZER_STATE, FiniteReport, finite_leaves, name_non_finite
 from experiments.models.compiled_program import CompiledProgram, compile_program
+from jaxlogp import StepSums
+from jaxlogp.policy.accumulate import FinishedStep
 
 
 class TrainState(NamedTuple):
@@ -36,6 +38,14 @@ class UpdateOutcome(NamedTuple):
     applied: Bool[Array, ""]
     sound: FiniteReport
     metrics: dict[str, Array]
+
+
+class _Updated(NamedTuple):
+    finished: FinishedStep
+    norm: Float[Array, ""]
+    params: nnx.State
+    opt_state: OptimizerState
+    rate: Float[Array, ""]
 
 
 class Update:
@@ -77,28 +87,31 @@ class Update:
     def _applied(
         self, state: TrainState, step: StepGradient, further: Int[Array, ""]
     ) -> tuple[TrainState, UpdateOutcome]:
-        loss = step.sums.loss
-        finished = replace(step.sums, loss=replace(loss, count=loss.count + further)).finish()
-        norm = optax.tree.norm(finished.gradients)
-        operands = finished.gradients, state.opt_state, state.params
-        params, opt_state, rate = self._optimizer.update(*operands)
-        checked = self._checked(operands, params, opt_state)
-        sound = self._soundness(finished.loss, norm, (finished.gradients, *checked))
+        updated = self._updated(state, step.sums, further)
+        finished, norm, params, opt_state, rate = updated
+        checked = self._checked(state, step.sums, further, updated)
+        sound = self._soundness(finished.loss, norm, checked)
         applied = sound.all()
         # A refused update leaves every count unchanged, and with it the learning rate of the next one.
         state = jax.tree.map(lambda old, new: jnp.where(applied, new, old), state, TrainState(params, opt_state))
         return state, UpdateOutcome(finished.loss, norm, step.drift, rate, applied, sound, finished.metrics)
 
-    def _checked(self, operands, params: nnx.State, opt_state: OptimizerState) -> tuple[nnx.State, OptimizerState]:
-        """Returns what is looked at before the new parameters and state are taken.
+    def _updated(self, state: TrainState, sums: StepSums, further: Array) -> _Updated:
+        finished = replace(sums, loss=replace(sums.loss, count=sums.loss.count + further)).finish()
+        norm = optax.tree.norm(finished.gradients)
+        return _Updated(finished, norm, *self._optimizer.update(finished.gradients, state.opt_state, state.params))
+
+    def _checked(self, state: TrainState, sums: StepSums, further: Array, updated: _Updated) -> tuple[Any, Any, Any]:
+        """Returns gradient, parameters and optimizer state that are looked at before the new ones are taken.
 
         They are computed twice where that is one pass that stores nothing: kept until all of them have been checked, they
         would take as much memory as the old ones again. The barriers keep the arithmetic of the update as it would be
         without a check, to the last bit.
         """
-        if not self._optimizer.elementwise:
-            return lax.optimization_barrier((params, opt_state))
-        return self._optimizer.update(*lax.optimization_barrier(operands))[:2]
+        if self._optimizer.elementwise:
+            updated = self._updated(*lax.optimization_barrier((state, sums, further)))
+            return updated.finished.gradients, updated.params, updated.opt_state
+        return updated.finished.gradients, *lax.optimization_barrier((updated.params, updated.opt_state))
 
     def _soundness(self, loss: Array, norm: Array, trees: tuple[Any, ...]) -> FiniteReport:
         return FiniteReport(jnp.isfinite(loss), jnp.isfinite(norm), *map(finite_leaves, trees))

@@ -77,16 +77,22 @@ def test_the_repeatable_choice_gives_the_same_bits_again():
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, 2.0)])
 @pytest.mark.parametrize("steps", [1, cached_cases.NEW])
 @pytest.mark.parametrize("fewest", [1, triton_cached.FEWEST_PROGRAMS])
-def test_the_kernel_for_caches_is_near_float64(fewest, steps, window, softcap, monkeypatch):
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_kernel_for_caches_is_near_float64(shared, fewest, steps, window, softcap, monkeypatch):
     monkeypatch.setattr(triton_cached, "FEWEST_PROGRAMS", fewest)
+    if shared:
+        cached_cases.share_blocks(monkeypatch)
     attend = functools.partial(cached_cases.by_kernel, window=window, softcap=softcap, interpret=False)
     out = cached_cases.generated("triton", attend, steps, "bfloat16")
     # As where the kernel is interpreted.
     np.testing.assert_allclose(out, cached_cases.wanted(steps - 1, window, softcap), atol=2**-9 * 4 * 2, rtol=0)
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("window", [None, 7])
-def test_the_kernel_for_caches_of_rows_at_different_tokens_is_near_float64(window):
+def test_the_kernel_for_caches_of_rows_at_different_tokens_is_near_float64(window, shared, monkeypatch):
+    if shared:
+        cached_cases.share_blocks(monkeypatch)
     steps = np.int32([0, cached_cases.NEW - 1, 3, triton_cached.BLOCK])
     attend = functools.partial(cached_cases.by_kernel, window=window, softcap=None, interpret=False)
     out = cached_cases.at_steps(attend, steps, "triton", "bfloat16")

@@ -113,8 +113,29 @@ def test_the_kernel_reads_the_same_from_shared_prompts(steps, window, softcap, r
     np.testing.assert_allclose(out, wanted(steps - 1, window, softcap), atol=2**-9 * 4 * 2, rtol=0)
 
 
-def test_what_is_not_finite_in_a_row_stays_there(monkeypatch):
+def share_blocks(monkeypatch, fewest=1):
+    """Gives every row's blocks to several programs, `fewest` at least to each."""
+    monkeypatch.setattr(triton_cached, "LONG", 1)
+    monkeypatch.setattr(triton_cached, "FEWEST_BLOCKS", fewest)
+
+
+@pytest.mark.parametrize("fewest", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("window", "softcap"), [(None, SOFTCAP), (7, None), (BLOCK + 1, None)])
+def test_several_programs_share_the_blocks_of_a_row(window, softcap, rows, fewest, monkeypatch):
+    # Two blocks of a prompt and two of each row, one or two rows a program: shares end within rows and between them.
+    monkeypatch.setattr(triton_cached, "FEWEST_PROGRAMS", len(OF_ROW) * KV_HEADS // rows)
+    share_blocks(monkeypatch, fewest)
+    attend = functools.partial(by_kernel, window=window, softcap=softcap)
+    out = generated("triton", attend, NEW, "bfloat16")
+    np.testing.assert_allclose(out, wanted(NEW - 1, window, softcap), atol=2**-9 * 4 * 2, rtol=0)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_is_not_finite_in_a_row_stays_there(shared, monkeypatch):
     monkeypatch.setattr(triton_cached, "FEWEST_PROGRAMS", 1)
+    if shared:
+        share_blocks(monkeypatch)
 
     def attend(queries, keys, values, cache):
         (held,) = cache.layers
@@ -160,8 +181,11 @@ def at_steps(attend, steps, implementation, dtype):
     return np.asarray(out, np.float64)
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("window", [None, 7])
-def test_rows_have_generated_different_numbers_of_tokens(window):
+def test_rows_have_generated_different_numbers_of_tokens(window, shared, monkeypatch):
+    if shared:
+        share_blocks(monkeypatch)
     steps = np.int32([0, NEW - 1, 3, BLOCK])
     einsum = functools.partial(attend_cached, window=window, scale=SCALE, softcap=None)
     by_einsum = at_steps(einsum, steps, "einsum", "float32")

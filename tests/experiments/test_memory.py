@@ -105,6 +105,17 @@ def test_a_program_compiled_for_its_memory_is_the_one_that_runs(caplog):
     assert 0 <= applied.output_size_in_bytes - applied.alias_size_in_bytes < 200
 
 
+def test_the_check_of_an_update_keeps_nothing_that_was_computed():
+    # Whatever passes a barrier is kept. The CPU's compiler also keeps what it could compute again, so memory says nothing.
+    sums, params = sums_on("fsdp=2")
+    place = functools.partial(place_parameters, mesh=make_mesh(parse_mesh("fsdp=2")))
+    update = Update(Optimizer(adamw(), lambda step: 1e-3, elementwise=True), place)
+    state = update.init(params)
+    program = jax.make_jaxpr(update._applied)(state, sums.accumulate(state.params, [batch(2)], 0), np.int32(0)).jaxpr
+    barriers = [each for each in program.eqns if each.primitive.name == "optimization_barrier"]
+    assert len(barriers) == 1 and set(barriers[0].invars) <= set(program.invars)
+
+
 @pytest.mark.parametrize("mesh", ["", "data=2", "data=2,tensor=2"])
 def test_a_rollout_takes_its_cache_and_little_else(mesh):
     rollout = {"num_generations": 8, "max_new_tokens": 64}

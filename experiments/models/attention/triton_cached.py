@@ -6,10 +6,13 @@ Flash-Decoding, Dao et al. 2023). The program begins with the new tokens, which 
 cache, then reads the prompt that its rows share, once for all of them (Hydragen, Juravsky et al. 2024), then what one row
 after the other has generated; blocks without a visible slot are not read. All queries of the program are in one matrix, in
 every product: the matrix units have no smaller one, and what a row's block gives to the queries of other rows is masked.
+
+A long row would keep its program busy long after the others. Where rows may become long, a program therefore has a share of
+its rows' blocks, and long rows have several programs (`experiments.models.attention.shares`).
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from experiments.models.attention.cache import KVCache, LayerCache, cache_spec
 from experiments.models.attention.einsum import MASKED_SCORE, capped
+from experiments.models.attention.shares import Shares, deal_blocks, put_together
 
 BLOCK = 64
 """Slots of a block. Prompts and generated tokens have whole blocks of them."""
@@ -30,9 +34,15 @@ STAGES = 2
 """Blocks in flight. More of them leave room for fewer programs on a multiprocessor; FEWEST_PROGRAMS need no more."""
 FEWEST_PROGRAMS = 512
 """Rows that share a prompt have programs of their own rather than leave fewer programs than this."""
+FEWEST_BLOCKS = 8
+"""Where several programs share the blocks of a row, all but the last have so many at least."""
+LONG = 16
+"""Rows are shared where their prompts and generated tokens have room for so many blocks: below, that costs more than it
+saves."""
 SMALLEST_PRODUCT = 16
 """Rows of the smallest matrix that the matrix units multiply."""
 LOG2_E = 1.4426950408889634
+Ref = Any
 
 
 class NormAndRotation(NamedTuple):
@@ -89,27 +99,55 @@ def attend_triton(
 
 
 def _on_one_device(
-    arithmetic: _Arithmetic, copies: int, interpret: bool, held: LayerCache, projections, own_rows, shared
+    arithmetic: _Arithmetic, copies: int, interpret: bool, held: LayerCache, projections, own_rows, norms
 ):
     rows, _, heads, head_dim = projections.shape
     kv_heads = held.keys.shape[1]
-    operands = (*held, projections[:, 0], *own_rows, *shared)
-    out_shape = jax.ShapeDtypeStruct((rows, heads - 2 * kv_heads, head_dim), projections.dtype)
-    results = (out_shape, held.keys, held.values)
-    whole = lambda x: pl.BlockSpec(x.shape, lambda b, k: (0,) * x.ndim)  # noqa: E731
-    together = rows_of_program(copies, out_shape.shape[1] // kv_heads, rows * kv_heads)
-    out, keys, values = pl.pallas_call(
-        functools.partial(_kernel, together=together, arithmetic=arithmetic),
-        grid=(rows // together, kv_heads),
-        in_specs=list(map(whole, operands)),
-        out_specs=list(map(whole, results)),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
-        input_output_aliases={LayerCache._fields.index("keys"): 1, LayerCache._fields.index("values"): 2},
-        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=STAGES),
-        interpret=interpret,
-        name="cached_attention",
-    )(*operands)
-    return out, held._replace(keys=keys, values=values)
+    num_heads = heads - 2 * kv_heads
+    together = rows_of_program(copies, num_heads // kv_heads, rows * kv_heads)
+    programs, shares = rows // together, None
+    inputs = _Inputs(*held, projections[:, 0], *own_rows)
+    if (held.prompt_keys.shape[2] + held.keys.shape[2]) // BLOCK >= LONG:
+        shares = _deal(inputs, together, kv_heads)
+        programs = len(shares.owner)
+    operands = (*inputs, *(() if shares is None else shares[:3]), *norms)
+    mixed = (programs, together, num_heads)
+    results = _Results(
+        held.keys,
+        held.values,
+        jax.ShapeDtypeStruct((*mixed, head_dim), projections.dtype if shares is None else jnp.float32),
+        jax.ShapeDtypeStruct(mixed, jnp.float32),
+    )
+    whole = lambda x: pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)  # noqa: E731
+    found = _Results(
+        *pl.pallas_call(
+            functools.partial(_kernel, shared=shares is not None, arithmetic=arithmetic),
+            grid=(programs, kv_heads),
+            in_specs=list(map(whole, operands)),
+            out_specs=list(map(whole, results)),
+            out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
+            input_output_aliases={
+                _Inputs._fields.index(name): _Results._fields.index(name) for name in ("keys", "values")
+            },
+            compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=STAGES),
+            interpret=interpret,
+            name="cached_attention",
+        )(*operands)
+    )
+    if shares is None:
+        out = found.mixed.reshape(rows, num_heads, head_dim)
+    else:
+        out = put_together(found.mixed, found.log_sums, shares.of_owner, projections.dtype, interpret)
+    return out, held._replace(keys=found.keys, values=found.values)
+
+
+def _deal(inputs: "_Inputs", together: int, kv_heads: int) -> Shares:
+    """Deals the blocks of all programs, so many that each has about the mean of them."""
+    firsts = slice(None, None, together)
+    rows = _Rows(*(x[firsts] for x in (inputs.prompt, inputs.length, inputs.first, inputs.filled)))
+    programs = len(rows.length)
+    more = max(programs, -(-FEWEST_PROGRAMS // kv_heads))
+    return deal_blocks(rows.blocks(together), programs + more, FEWEST_BLOCKS)
 
 
 def rows_of_program(copies: int, group: int, pairs: int) -> int:
@@ -122,13 +160,6 @@ def rows_of_program(copies: int, group: int, pairs: int) -> int:
     while copies % (2 * rows) == 0 and 2 * rows * group <= SMALLEST_PRODUCT and pairs // (2 * rows) >= FEWEST_PROGRAMS:
         rows *= 2
     return rows
-
-
-def _queries(together: int, group: int, kv_head) -> tuple[Array, Array]:
-    """Returns batch rows and heads, int32 [M], of a program's queries, row after row; the last repeats as padding."""
-    number = together * group
-    place = jnp.minimum(lax.iota(jnp.int32, max(SMALLEST_PRODUCT, pl.next_power_of_2(number))), number - 1)
-    return pl.program_id(0) * together + place // group, kv_head * group + place % group
 
 
 def _rotated(load, norm_ref, cos, sin, epsilon):
@@ -150,32 +181,96 @@ def _rotated(load, norm_ref, cos, sin, epsilon):
     return (own * cos + other * sin).astype(dtype)
 
 
-def _kernel(
-    prompt_k_ref, prompt_v_ref, k_ref, v_ref, projected_ref, prompt_ref, length_ref, first_ref, cos_ref, sin_ref,
-    filled_ref, *norm_and_result_refs, together: int, arithmetic: _Arithmetic,
-):  # fmt: skip
-    """All refs are whole arrays in the GPU's memory."""
-    *norms, out_ref, k_out_ref, v_out_ref = norm_and_result_refs
-    query_norm, key_norm = norms or (None, None)
-    row, head = pl.program_id(0) * together, pl.program_id(1)
-    prompt, length, first, filled = prompt_ref[row], length_ref[row], first_ref[row], filled_ref[row]
-    num_heads, size, kv_heads = out_ref.shape[1], out_ref.shape[2], k_ref.shape[1]
-    group = num_heads // kv_heads
-    rows, heads = _queries(together, group, head)
-    features = lax.iota(jnp.int32, size)
-    # Rows that share a prompt are at one position.
-    cos = cos_ref[row, features % (size // 2)]
-    sin = sin_ref[row, features % (size // 2)] * jnp.where(features < size // 2, -1.0, 1.0)
+class _Inputs(NamedTuple):
+    """Whole arrays in the GPU's memory: a layer's cache, then what the new tokens and their rows bring."""
 
-    def projected(of_query):
-        return lambda index: projected_ref[rows[:, None], of_query[:, None], index[None, :]]
+    prompt_keys: Ref
+    prompt_values: Ref
+    keys: Ref
+    values: Ref
+    projected: Ref
+    prompt: Ref
+    length: Ref
+    first: Ref
+    cos: Ref
+    sin: Ref
+    filled: Ref
 
-    queries = _rotated(projected(heads), query_norm, cos, sin, arithmetic.epsilon)
-    new_keys = _rotated(projected(jnp.full_like(heads, num_heads + head)), key_norm, cos, sin, arithmetic.epsilon)
-    new_values = projected(jnp.full_like(heads, num_heads + kv_heads + head))(features)
-    # Queries of one row store the same key and value.
-    k_out_ref[rows[:, None], head, filled, features[None, :]] = new_keys
-    v_out_ref[rows[:, None], head, filled, features[None, :]] = new_values
+
+class _Results(NamedTuple):
+    """Whole arrays: the cache's keys and values, then what each program has found, of its rows."""
+
+    keys: Ref
+    values: Ref
+    mixed: Ref
+    log_sums: Ref
+
+
+class _Rows(NamedTuple):
+    """What the rows of a program read: their prompt, then what one after the other has generated."""
+
+    prompt: Int[Array, "..."]
+    length: Int[Array, "..."]
+    first: Int[Array, "..."]
+    filled: Int[Array, "..."]
+
+    def of_prompt(self) -> tuple[Array, Array]:
+        """Returns the first block of the prompt that is read, and how many are."""
+        begin = self.first // BLOCK
+        return begin, jnp.maximum(pl.cdiv(self.length, BLOCK) - begin, 0)
+
+    def of_row(self) -> tuple[Array, Array]:
+        """Returns the first block of a row's generated tokens that is read, and how many are."""
+        begin = jnp.maximum(self.first - self.length, 0) // BLOCK
+        return begin, pl.cdiv(self.filled, BLOCK) - begin
+
+    def blocks(self, together: int) -> Int[Array, "..."]:
+        return self.of_prompt()[1] + together * self.of_row()[1]
+
+
+class _Queries(NamedTuple):
+    """Those of a program, row after row, of one key-value head: int32 [M]; the last repeats as padding.
+
+    `row` is the first row, and each query is of row `row + within`.
+    """
+
+    row: Array
+    kv_head: Array
+    within: Array
+    heads: Array
+
+
+def _kernel(*refs: Ref, shared: bool, arithmetic: _Arithmetic) -> None:
+    """Reads a program's blocks, or its share of them; a share without an owner has nothing to do."""
+    inputs, results = _Inputs(*refs[: len(_Inputs._fields)]), _Results(*refs[-len(_Results._fields) :])
+    others = refs[len(_Inputs._fields) : -len(_Results._fields)]
+    program, kv_head = pl.program_id(0), pl.program_id(1)
+    if not shared:
+        _read_share(inputs, others, results, arithmetic, program, kv_head, program, None)
+        return
+    (owner_ref, begin_ref, end_ref), norms = others[:3], others[3:]
+    owner = owner_ref[program]
+    share = begin_ref[program], end_ref[program]
+    read = functools.partial(_read_share, inputs, norms, results, arithmetic, program, kv_head, owner, share)
+    pl.when(owner * results.mixed.shape[1] < inputs.length.shape[0])(read)
+
+
+def _read_share(inputs: _Inputs, norms, results: _Results, arithmetic: _Arithmetic, program, kv_head, owner, share):
+    """Reads the blocks of a share, or all, numbered from the prompt's on; the first share also has the new tokens."""
+    _, together, num_heads, _ = results.mixed.shape
+    group = num_heads // inputs.keys.shape[1]
+    number = together * group
+    place = jnp.minimum(lax.iota(jnp.int32, max(SMALLEST_PRODUCT, pl.next_power_of_2(number))), number - 1)
+    asked = _Queries(owner * together, kv_head, place // group, kv_head * group + place % group)
+    rows = _Rows(*(ref[asked.row] for ref in (inputs.prompt, inputs.length, inputs.first, inputs.filled)))
+    begin, end = (0, rows.blocks(together)) if share is None else share
+    queries, new_keys, new_values = _new_tokens(inputs, norms or (None, None), arithmetic, asked)
+    features = lax.iota(jnp.int32, queries.shape[1])
+
+    def store():
+        # Queries of one row store the same key and value.
+        here = (asked.row + asked.within)[:, None], kv_head, rows.filled, features[None, :]
+        results.keys[here], results.values[here] = new_keys, new_values
 
     def in_bits(products):
         return capped(products * arithmetic.scale, arithmetic.softcap) * LOG2_E
@@ -183,7 +278,7 @@ def _kernel(
     def read(keys_ref, values_ref, index, block, seen, readers, carry):
         """The state after a block of one row of the arrays: `seen` says which slots are read, `readers` [M] by whom."""
         largest, total, mixed = carry
-        here = (index, head, pl.ds(block * BLOCK, BLOCK), slice(None))
+        here = (index, kv_head, pl.ds(block * BLOCK, BLOCK), slice(None))
         scores = in_bits(plgpu.dot(queries, keys_ref[here], trans_b=True))
         visible = seen(block * BLOCK + lax.broadcasted_iota(jnp.int32, scores.shape, 1)) & readers[:, None]
         scores = jnp.where(visible, scores, MASKED_SCORE)
@@ -194,22 +289,50 @@ def _kernel(
         part = jnp.where(readers[:, None], plgpu.dot(exponentials.astype(queries.dtype), values_ref[here]), 0.0)
         return larger, total * kept + exponentials.sum(axis=1), mixed * kept[:, None] + part
 
-    def of_prompt(block, carry):
-        seen = lambda slots: (slots >= first) & (slots < length)  # noqa: E731
-        everyone = rows >= row
-        return read(prompt_k_ref, prompt_v_ref, prompt, block, seen, everyone, carry)
+    (prompt_begin, of_prompt), (own_begin, of_row) = rows.of_prompt(), rows.of_row()
 
-    own_first = jnp.maximum(first - length, 0)
-    begin, end = own_first // BLOCK, pl.cdiv(filled, BLOCK)
+    def of_prompts(step, carry):
+        seen = lambda slots: (slots >= rows.first) & (slots < rows.length)  # noqa: E731
+        block, everyone = prompt_begin + step, asked.within >= 0
+        return read(inputs.prompt_keys, inputs.prompt_values, rows.prompt, block, seen, everyone, carry)
 
     def of_generated(step, carry):
         # One loop over the blocks of all rows: a row's first block is fetched while the previous row's last is in use.
-        owner, block = row + step // (end - begin), begin + step % (end - begin)
-        seen = lambda slots: (slots >= own_first) & (slots < filled)  # noqa: E731
-        return read(k_ref, v_ref, owner, block, seen, rows == owner, carry)
+        owner, block = step // of_row, own_begin + step % of_row
+        seen = lambda slots: (slots >= rows.first - rows.length) & (slots < rows.filled)  # noqa: E731
+        return read(inputs.keys, inputs.values, asked.row + owner, block, seen, asked.within == owner, carry)
 
     scores = in_bits(jnp.sum(queries.astype(jnp.float32) * new_keys.astype(jnp.float32), axis=1))
     carry = (scores, jnp.ones_like(scores), new_values.astype(jnp.float32))
-    carry = lax.fori_loop(first // BLOCK, pl.cdiv(length, BLOCK), of_prompt, carry)
-    _, total, mixed = lax.fori_loop(0, together * (end - begin), of_generated, carry)
-    out_ref[rows[:, None], heads[:, None], features[None, :]] = (mixed / total[:, None]).astype(out_ref.dtype)
+    if share is None:
+        store()
+    else:
+        pl.when(begin == 0)(store)
+        nothing = (MASKED_SCORE, 0.0, 0.0)
+        carry = tuple(jnp.where(begin == 0, new, none) for new, none in zip(carry, nothing, strict=True))
+    carry = lax.fori_loop(jnp.minimum(begin, of_prompt), jnp.minimum(end, of_prompt), of_prompts, carry)
+    own = (jnp.maximum(step - of_prompt, 0) for step in (begin, end))
+    largest, total, mixed = lax.fori_loop(*own, of_generated, carry)
+    results.log_sums[program, asked.within, asked.heads] = largest + jnp.log2(total)
+    # Rows without a block in this share have nothing: their sum is 0.
+    found = (mixed / total[:, None]).astype(results.mixed.dtype)
+    results.mixed[program, asked.within[:, None], asked.heads[:, None], features[None, :]] = found
+
+
+def _new_tokens(inputs: _Inputs, norms, arithmetic: _Arithmetic, asked: _Queries):
+    """Returns queries, keys and values [M, D] of the new tokens: normed and rotated, but for the values."""
+    kv_heads, size = inputs.keys.shape[1], inputs.keys.shape[3]
+    num_heads = inputs.projected.shape[1] - 2 * kv_heads
+    features, row = lax.iota(jnp.int32, size), asked.row
+    # Rows that share a prompt are at one position.
+    cos = inputs.cos[row, features % (size // 2)]
+    sin = inputs.sin[row, features % (size // 2)] * jnp.where(features < size // 2, -1.0, 1.0)
+
+    def projected(heads):
+        return lambda index: inputs.projected[(row + asked.within)[:, None], heads[:, None], index[None, :]]
+
+    of_keys = jnp.full_like(asked.heads, num_heads + asked.kv_head)
+    query_norm, key_norm = norms
+    queries = _rotated(projected(asked.heads), query_norm, cos, sin, arithmetic.epsilon)
+    keys = _rotated(projected(of_keys), key_norm, cos, sin, arithmetic.epsilon)
+    return queries, keys, projected(of_keys + kv_heads)(features)
