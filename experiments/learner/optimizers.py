@@ -9,6 +9,7 @@ which the updates are added: a step of 1e-4 of a weight, a fortieth of the dista
 not lost.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,9 +30,11 @@ MUON_RMS = 0.2
 """Root mean square of Muon's direction, whatever a matrix' shape: about that of AdamW's, so that learning rates agree."""
 
 
-def adamw(*, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0) -> optax.GradientTransformation:
+def adamw(
+    *, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0, mu_dtype: jnp.dtype | None = None
+) -> optax.GradientTransformation:
     """Returns AdamW at learning rate 1; `weight_decay` is decoupled, a share of each parameter per unit of learning rate."""
-    return optax.adamw(1.0, b1=b1, b2=b2, weight_decay=weight_decay)
+    return optax.adamw(1.0, b1=b1, b2=b2, weight_decay=weight_decay, mu_dtype=mu_dtype)
 
 
 def adafactor(*, momentum: float | None = None, weight_decay: float = 0.0) -> optax.GradientTransformation:
@@ -46,7 +49,12 @@ def adafactor(*, momentum: float | None = None, weight_decay: float = 0.0) -> op
 
 
 def muon(
-    *, momentum: float = 0.95, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0
+    *,
+    momentum: float = 0.95,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    weight_decay: float = 0.0,
+    mu_dtype: jnp.dtype | None = None,
 ) -> optax.GradientTransformation:
     """Returns Muon for the matrices of the layers, AdamW (with Nesterov's momentum, as optax has it) for all else.
 
@@ -60,6 +68,7 @@ def muon(
     return optax.contrib.muon(
         1.0,
         beta=momentum,
+        mu_dtype=mu_dtype,
         weight_decay=weight_decay,
         adam_b1=b1,
         adam_b2=b2,
@@ -79,11 +88,13 @@ ELEMENTWISE = ("adamw",)
 """Those whose new numbers are each made of the numbers at one place, and so in one pass over memory."""
 
 
-def with_bf16_moment(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns a transformation that keeps its first moment in bf16 between updates, and computes in fp32.
+def with_bf16_moment(make: Callable[..., optax.GradientTransformation]) -> optax.GradientTransformation:
+    """Returns the transformation that `make` makes, with its first moment kept in bf16 between updates, in fp32 within one.
 
-    (Optax' own `mu_dtype` rounds the decay to bf16 too: 0.999 to 1.)
+    (Optax' own `mu_dtype` rounds the decay to bf16 too: 0.999 to 1. It only makes the first state here: cast afterwards,
+    that would be in memory in fp32, and leave a hole there.)
     """
+    transformation = make()
 
     def cast(state: optax.OptState, dtype: jnp.dtype) -> optax.OptState:
         moment = jax.tree_util.GetAttrKey("mu")
@@ -93,7 +104,7 @@ def with_bf16_moment(transformation: optax.GradientTransformation) -> optax.Grad
         directions, state = transformation.update(gradients, cast(state, jnp.float32), params)
         return directions, cast(state, jnp.bfloat16)
 
-    return optax.GradientTransformation(lambda params: cast(transformation.init(params), jnp.bfloat16), update)
+    return optax.GradientTransformation(make(mu_dtype=jnp.bfloat16).init, update)
 
 
 def matrix_axes(params: Any) -> Any:
@@ -241,10 +252,12 @@ class OptimizerConfig:
         expected = f"at most {1.0 / self.learning_rate:g}, which is 1 / --optimizer.learning-rate"
         require(self.weight_decay * self.learning_rate <= 1.0, "--optimizer.weight-decay", expected, self.weight_decay)
         rate = learning_rate(self.schedule, self.learning_rate, warmup_steps=self.warmup_steps, steps=steps, **final)
-        transformation = OPTIMIZERS[self.name](weight_decay=self.weight_decay, **given)
+        make = functools.partial(OPTIMIZERS[self.name], weight_decay=self.weight_decay, **given)
         if self.first_moment_dtype == "bfloat16":
             self._check_narrow_moment("b1" in known, given)
-            transformation = with_bf16_moment(transformation)
+            transformation = with_bf16_moment(make)
+        else:
+            transformation = make()
         return Optimizer(transformation, rate, self.max_grad_norm, elementwise=self.name in ELEMENTWISE)
 
     @staticmethod

@@ -14,7 +14,7 @@ import pytest
 from jax.errors import JaxRuntimeError
 
 from experiments import chat, evaluate, export, grpo, plot
-from experiments.command_line import run_command
+from experiments.command_line import GPU_MEMORY, run_command
 from experiments.config import CheckpointConfig, Config
 from experiments.options import flat_fields, option_name
 from experiments.processes import Processes
@@ -227,6 +227,19 @@ def test_a_result_is_returned_and_the_defaults_may_follow_from_the_arguments():
     named = {"program": "x", "description": "y", "default": lambda given: Options(name=" ".join(given))}
     made = run_command(Options, lambda options: options, arguments=["--debug", "--checkpoint.keep", "7"], **named)
     assert made == Options("--checkpoint.keep 7", CheckpointConfig(keep=7))
+
+
+def test_a_command_takes_most_of_a_gpu_unless_the_environment_says_how_much(monkeypatch):
+    for given in ({}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}):
+        for name in GPU_MEMORY:
+            monkeypatch.delenv(name, raising=False)
+        for name, share in given.items():
+            monkeypatch.setenv(name, share)
+        run_command(Options, lambda options: None, program="x", description="y", arguments=[])
+        # JAX refuses both together.
+        seen = {name: os.environ[name] for name in GPU_MEMORY if name in os.environ}
+        assert seen == (given or {"XLA_CLIENT_MEM_FRACTION": "0.9"})
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")

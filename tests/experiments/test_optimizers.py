@@ -1,5 +1,6 @@
 """Optimizers against float64 forms written here, schedules against numbers computed by hand, and bf16 parameters."""
 
+import functools
 import math
 
 import jax
@@ -51,9 +52,9 @@ def run(optimizer, params, gradients):
     return params, state, rates
 
 
-def two_steps(name, wrap=lambda transformation: transformation):
+def two_steps(name, wrap=lambda make: make()):
     params, *gradients = map(parameters, range(3))
-    transformation = wrap(OPTIMIZERS[name](weight_decay=DECAY))
+    transformation = wrap(functools.partial(OPTIMIZERS[name], weight_decay=DECAY))
     new, _, rates = run(Optimizer(transformation, lambda n: jnp.asarray(RATES)[n], 1e9), params, gradients)
     np.testing.assert_allclose(rates, RATES, rtol=1e-6)  # one rounding to fp32
     return paths(params), [paths(each) for each in gradients], paths(new)
@@ -148,7 +149,11 @@ def test_a_first_moment_in_bf16_is_rounded_once_a_step(name):
             differ = max(differ, np.abs(after[path] - exact[path]).max())
     assert differ > bound / 4
     params = parameters(0)
-    state = OptimizerConfig(name=name, learning_rate=1.0, first_moment_dtype="bfloat16").optimizer(1).init(params)
+    optimizer = OptimizerConfig(name=name, learning_rate=1.0, first_moment_dtype="bfloat16").optimizer(1)
+    state = optimizer.init(params)
+    # The second step finds what the first one has left.
+    types = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)  # noqa: E731
+    assert types(jax.eval_shape(optimizer.update, params, state, params)[1]) == types(state)
     narrow = sum(leaf.size for leaf in jax.tree.leaves(state) if leaf.dtype == jnp.bfloat16)
     assert narrow == sum(leaf.size for leaf in jax.tree.leaves(params))
 
