@@ -1,12 +1,16 @@
 """What step_speed reads off a compiled module and a profile, and its count of operations."""
 
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from benchmarks.step_speed import __main__ as step_speed
 from benchmarks.step_speed import transformers_step
 from benchmarks.step_speed.parts import OPTIMIZER, OTHER, SCOPES, instruction_scopes, milliseconds_by_part
-from benchmarks.step_speed.step import RandomSupport, Rows, model_flops, packed_rounds
+from benchmarks.step_speed.step import RandomSupport, Rows, Step, model_flops, packed_rounds
 from benchmarks.step_speed.table import Measured
 from experiments.models.named_shapes import NAMED_SHAPES
 
@@ -46,6 +50,15 @@ def test_rows_are_packed_as_asked_and_every_slot_but_first_ones_has_a_label():
     # Documents of 20, 20 and 10 tokens in every row.
     assert [each.num_documents for each in rounds] == [6, 6]
     assert all(int(np.sum(each.micro_batch(0).mask)) == 2 * (50 - 3) for each in rounds)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(("optimizer", "narrow"), [("adamw", 0), ("adamw:bfloat16", 1)])
+def test_an_optimizer_is_named_with_the_dtype_of_its_first_moment(optimizer, narrow):
+    tiny = replace(NAMED_SHAPES["qwen3-0.6b"], vocab_size=32, hidden_size=16, intermediate_size=16, num_layers=1)
+    step = Step(tiny, Rows(1, 8, 8, 1), "reference", optimizer)
+    kept = sum(leaf.size for leaf in jax.tree.leaves(step.state) if leaf.dtype == jnp.bfloat16)
+    assert kept == narrow * step.num_parameters
 
 
 def test_every_label_is_drawn_from_its_support_and_the_room_is_that_of_the_micro_batch():

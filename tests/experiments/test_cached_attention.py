@@ -114,8 +114,9 @@ def test_the_kernel_reads_the_same_from_shared_prompts(steps, window, softcap, r
 
 
 def share_blocks(monkeypatch, fewest=1):
-    """Gives every row's blocks to several programs, `fewest` at least to each."""
+    """Gives every row's blocks to several programs, `fewest` to each."""
     monkeypatch.setattr(triton_cached, "LONG", 1)
+    monkeypatch.setattr(triton_cached, "MORE_PROGRAMS", 64)
     monkeypatch.setattr(triton_cached, "FEWEST_BLOCKS", fewest)
 
 

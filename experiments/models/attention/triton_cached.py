@@ -34,8 +34,10 @@ STAGES = 2
 """Blocks in flight. More of them leave room for fewer programs on a multiprocessor; FEWEST_PROGRAMS need no more."""
 FEWEST_PROGRAMS = 512
 """Rows that share a prompt have programs of their own rather than leave fewer programs than this."""
+MORE_PROGRAMS = 512
+"""Where several programs share the blocks of a row, so many more than one a row, or as many again, may be at work."""
 FEWEST_BLOCKS = 8
-"""Where several programs share the blocks of a row, all but the last have so many at least."""
+"""All programs that share the blocks of a row have so many at least, but for the last."""
 LONG = 16
 """Rows are shared where their prompts and generated tokens have room for so many blocks: below, that costs more than it
 saves."""
@@ -142,12 +144,12 @@ def _on_one_device(
 
 
 def _deal(inputs: "_Inputs", together: int, kv_heads: int) -> Shares:
-    """Deals the blocks of all programs, so many that each has about the mean of them."""
+    """Deals the blocks of all rows, so many to a program as the mean has of those that are read together, or fewer."""
     firsts = slice(None, None, together)
     rows = _Rows(*(x[firsts] for x in (inputs.prompt, inputs.length, inputs.first, inputs.filled)))
-    programs = len(rows.length)
-    more = max(programs, -(-FEWEST_PROGRAMS // kv_heads))
-    return deal_blocks(rows.blocks(together), programs + more, FEWEST_BLOCKS)
+    groups = len(rows.length)
+    more = max(groups, -(-MORE_PROGRAMS // kv_heads))
+    return deal_blocks(rows.blocks(together), groups + more, FEWEST_BLOCKS)
 
 
 def rows_of_program(copies: int, group: int, pairs: int) -> int:
