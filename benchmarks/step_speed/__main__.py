@@ -10,10 +10,10 @@
 A step is the trainer's own: gradient sums of its micro-batches (copied to the device; bf16 activations, one-pass head, GRPO
 with its metrics), then the update. Where torch and transformers are installed, their step of the same shape comes first,
 with Liger's kernels where those are installed too; `benchmarks.step_speed.transformers_step` says what it does. MFU is 6 ·
-parameters + causal attention within rows, over --peak; in brackets, attention within documents. Temporaries are what the
-compiler reserves for one micro-batch beside parameters, optimizer state and gradient sums; "peak" is the allocator's, of
-everything so far. What a GPU has no room for is said and passed over. "materialised" is the same step with stored logits
-(engine `reference`).
+parameters (an embedding table counts only if it is the head) + causal attention within rows, over --peak; in brackets,
+attention within documents. Temporaries are what the compiler reserves for one micro-batch beside parameters, optimizer
+state and gradient sums; "peak" is the allocator's, of everything so far. What a GPU has no room for is said and passed
+over. "materialised" is the same step with stored logits (engine `reference`).
 """
 
 import gc

@@ -168,7 +168,8 @@ def _document(
 def model_flops(config: DecoderConfig, rows: Rows, num_parameters: int, context: int) -> float:
     """Floating-point operations of one rank's step that the model needs; what is computed twice does not count.
 
-    6 for each parameter and token, and 12 · layers · heads · features · context / 2 for each token's attention.
+    6 for each token and parameter, but those of a table that is only looked up, whose head is another; and
+    12 · layers · heads · features · context / 2 for each token's attention.
 
     Args:
         config: the decoder.
@@ -177,4 +178,5 @@ def model_flops(config: DecoderConfig, rows: Rows, num_parameters: int, context:
         context: tokens that attend to each other: a row for the usual number, a document for what is needed.
     """
     attention = 6 * config.num_layers * config.num_heads * config.head_dim * context
-    return rows.tokens * (6 * num_parameters + attention)
+    looked_up = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
+    return rows.tokens * (6 * (num_parameters - looked_up) + attention)

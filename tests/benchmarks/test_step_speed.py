@@ -82,6 +82,9 @@ def test_operations_of_the_published_shape():
     # 6 operations a parameter and token, and 12 · layers · heads · features · (T / 2) for causal attention.
     by_hand = 16 * 2048 * (6 * 596_049_920 + 12 * 28 * 16 * 128 * 1024)
     assert model_flops(config, rows, 596_049_920, 2048) == by_hand
+    # Nothing is multiplied by a table that is not the head.
+    untied = replace(config, tie_embeddings=False)
+    assert model_flops(untied, rows, 596_049_920 + 151_936 * 1024, 2048) == by_hand
 
 
 def test_what_is_not_installed_is_a_line_of_the_table(monkeypatch, capsys, tmp_path):
