@@ -29,7 +29,7 @@ class Shares(NamedTuple):
 
 
 def deal_blocks(blocks: Int[Array, " G"], shares: int, fewest: int) -> Shares:
-    """Deals the blocks of G owners, one share for each owner at least; none but the last of an owner has less than `fewest`.
+    """Deals the blocks of G owners, a share to each at least; none but the last of an owner's has less than `fewest`.
 
     With s = max(fewest, ceil(sum of blocks / (shares - G))) blocks a share, owners need no more than `shares` of them:
     each has at most blocks / s + 1.
