@@ -29,7 +29,7 @@ import jax
 from benchmarks.clock import spread
 from benchmarks.profiler import gpu_events
 from benchmarks.step_speed.parts import milliseconds_by_part
-from benchmarks.step_speed.step import RandomSupport, Rows, Step
+from benchmarks.step_speed.step import RandomSupport, Rows, Step, optimizer_of
 from benchmarks.step_speed.table import Measured, report
 from benchmarks.step_speed.transformers_step import TransformersConfig, measured_elsewhere
 from experiments.command_line import run_command
@@ -178,6 +178,8 @@ def main(config: StepSpeedConfig) -> list[Measured]:
         shape_of(config, model)
     for support in config.support:
         support_of(support)
+    for optimizer in config.optimizer:
+        optimizer_of(optimizer)
     # Before JAX takes its share of the GPU's memory.
     found = transformers_rows(config) if config.transformers else []
     device = jax.devices()[0]

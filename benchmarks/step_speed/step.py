@@ -14,6 +14,7 @@ from experiments.config import OptimizerConfig
 from experiments.learner.backend import StepGradient
 from experiments.learner.gradients import GspmdGradients
 from experiments.learner.objectives import PolicyObjective
+from experiments.learner.optimizers import OPTIMIZERS
 from experiments.learner.packing import GlobalMicroBatch, Packing
 from experiments.learner.update import TrainState, Update
 from experiments.models.decoder import Decoder
@@ -21,6 +22,7 @@ from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, document_axis, make_mesh
 from experiments.models.sharding import place_parameters
 from jaxlogp import Document, Support
+from jaxlogp.errors import require
 from jaxlogp.losses import grpo
 
 STEPS = 1000
@@ -94,10 +96,8 @@ class Step:
         objective = PolicyObjective(grpo(), "with_entropy", document_axis(mesh))
         options = {"temperature": 1.0, "engine": engine, "accumulate": accumulate}
         self.sums = GspmdGradients(graph, mesh, objective, **options)
-        name, _, first_moment = optimizer.partition(":")
-        chosen = OptimizerConfig(name=name, learning_rate=1e-6, first_moment_dtype=first_moment or "float32")
         self.update = Update(
-            chosen.optimizer(STEPS),
+            optimizer_of(optimizer).optimizer(STEPS),
             functools.partial(place_parameters, mesh=mesh),
         )
         self.state: TrainState = self.update.init(params)
@@ -119,6 +119,14 @@ class Step:
     def micro_batch_program(self) -> Compiled:
         """The compiled gradient sums of one micro-batch."""
         return self.sums.ahead(self.state.params, self.rounds[0]).compiled
+
+
+def optimizer_of(text: str) -> OptimizerConfig:
+    """An optimizer as it is written: adamw, or adamw:bfloat16 with the dtype of its first moment."""
+    known = (*OPTIMIZERS, "adamw:bfloat16", "muon:bfloat16")
+    require(text in known, "--optimizer", f"one of {', '.join(known)}", text)
+    name, _, first_moment = text.partition(":")
+    return OptimizerConfig(name=name, learning_rate=1e-6, first_moment_dtype=first_moment or "float32")
 
 
 def packed_rounds(

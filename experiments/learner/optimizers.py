@@ -33,7 +33,10 @@ MUON_RMS = 0.2
 def adamw(
     *, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0, mu_dtype: jnp.dtype | None = None
 ) -> optax.GradientTransformation:
-    """Returns AdamW at learning rate 1; `weight_decay` is decoupled, a share of each parameter per unit of learning rate."""
+    """Returns AdamW at learning rate 1; `weight_decay` is decoupled, a share of each parameter per unit of learning rate.
+
+    `mu_dtype`, here and for Muon, is optax' own dtype of the first moment; see `with_bf16_moment`.
+    """
     return optax.adamw(1.0, b1=b1, b2=b2, weight_decay=weight_decay, mu_dtype=mu_dtype)
 
 

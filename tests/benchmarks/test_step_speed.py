@@ -126,6 +126,14 @@ def test_a_support_that_is_none_ends_before_anything_is_measured(support):
 
 
 @pytest.mark.bad_input
+@pytest.mark.parametrize("optimizer", ["adam", "adamw:", "adamw:float16", "adafactor:bfloat16"])
+def test_an_optimizer_that_is_none_ends_before_anything_is_measured(optimizer):
+    expected = "^--optimizer: expected one of adamw, adafactor, muon, adamw:bfloat16, muon:bfloat16, got "
+    with pytest.raises(ValueError, match=expected):
+        step_speed.main(step_speed.StepSpeedConfig(optimizer=(optimizer,), transformers=False))
+
+
+@pytest.mark.bad_input
 def test_a_shape_without_a_name_ends_before_anything_is_measured():
     with pytest.raises(ValueError, match="^--model: expected one of qwen3-0.6b, .*, llama-3.2-1b, got gpt2"):
         step_speed.main(step_speed.StepSpeedConfig(model=("gpt2",)))

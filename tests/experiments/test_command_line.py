@@ -239,7 +239,6 @@ def test_a_command_takes_most_of_a_gpu_unless_the_environment_says_how_much(monk
         # JAX refuses both together.
         seen = {name: os.environ[name] for name in GPU_MEMORY if name in os.environ}
         assert seen == (given or {"XLA_CLIENT_MEM_FRACTION": "0.9"})
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")

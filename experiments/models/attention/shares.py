@@ -35,11 +35,11 @@ def deal_blocks(blocks: Int[Array, " G"], shares: int, fewest: int) -> Shares:
     each has at most blocks / s + 1.
     """
     owners = len(blocks)
-    size = jnp.maximum(fewest, -(-jnp.sum(blocks, dtype=jnp.int32) // (shares - owners)))
-    needed = jnp.maximum(-(-blocks // size), 1)
+    size = jnp.maximum(fewest, pl.cdiv(jnp.sum(blocks, dtype=jnp.int32), shares - owners))
+    needed = jnp.maximum(pl.cdiv(blocks, size), 1)
     of_owner = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(needed, dtype=jnp.int32)])
     number = jnp.arange(shares, dtype=jnp.int32)
-    owner = jnp.sum(of_owner[1:] <= number[:, None], axis=1, dtype=jnp.int32)
+    owner = jnp.searchsorted(of_owner[1:], number, side="right", method="compare_all").astype(jnp.int32)
     mine = jnp.minimum(owner, owners - 1)
     begin = (number - of_owner[mine]) * size
     return Shares(owner, begin, jnp.minimum(begin + size, blocks[mine]), of_owner)

@@ -148,7 +148,7 @@ def _deal(inputs: "_Inputs", together: int, kv_heads: int) -> Shares:
     firsts = slice(None, None, together)
     rows = _Rows(*(x[firsts] for x in (inputs.prompt, inputs.length, inputs.first, inputs.filled)))
     groups = len(rows.length)
-    more = max(groups, -(-MORE_PROGRAMS // kv_heads))
+    more = max(groups, pl.cdiv(MORE_PROGRAMS, kv_heads))
     return deal_blocks(rows.blocks(together), groups + more, FEWEST_BLOCKS)
 
 
