@@ -93,6 +93,8 @@ class GspmdGradients(GradientBackend):
             operands = (params, self._frozen, self._placed(each), np.int32(version), constants)
             part, log_probs = wait_if_simulated(self._sums(*operands), self._mesh)
             total = part if total is None else self._add(total, part)
+            # Its memory is for the next one.
+            del part
             if observe is not None:
                 observe(each, whole_on_host(log_probs).reshape(each.shape))
         return total

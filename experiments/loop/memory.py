@@ -124,8 +124,8 @@ def memory_need(setup: Setup, *, warm_start_to_come: bool) -> MemoryNeed:
     held = bytes_a_device(params) + bytes_a_device(setup.backend.frozen)
     batch = max(0, micro_batch.argument_size_in_bytes - held)
     gradients = bytes_a_device(programs[0].results)
-    # Beside those of a micro-batch, their sum and those of the next, which runs already.
-    further = 2 * gradients if _several_micro_batches(setup, warm_start_to_come) else 0
+    # Those of a micro-batch beside their sum.
+    further = gradients if _several_micro_batches(setup, warm_start_to_come) else 0
     parts = {
         "micro-batch": batch + micro_batch.temp_size_in_bytes + micro_batch.output_size_in_bytes + further,
         "update": gradients + update.temp_size_in_bytes + update.output_size_in_bytes - update.alias_size_in_bytes,

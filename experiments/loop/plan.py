@@ -128,8 +128,8 @@ def plans_of(config: Config, task: Task | SupervisedFile, model: ModelSource, *,
             yield Plan(None, rows, f"{sizes.rows} rows need too much")
         return
     mesh = parse_mesh(config.mesh)
-    # Gradients of micro-batches: their sum, those that are added, and the next.
-    held = training_bytes(config, abstract_decoder(decoder)[1], gradients=3) // (mesh.fsdp * mesh.tensor)
+    # Gradients of micro-batches: their sum, and those that are added.
+    held = training_bytes(config, abstract_decoder(decoder)[1], gradients=2) // (mesh.fsdp * mesh.tensor)
     fitted, tried = False, [(policy, sizes.rows) for policy in FROM_LEAST]
     tried += [(FROM_LEAST[-1], rows) for rows in fewer_rows]
     for policy, rows in tried:

@@ -46,8 +46,9 @@ from jaxlogp.head import HeadSpec
 MAX_UNROLLED_LAYERS = 4
 """Up to here the layers are compiled one by one: faster to run, and still a matter of seconds to compile."""
 MAX_UNROLLED_LAYERS_ON_GPU = 64
-"""The same of whole rows on a GPU, but for prompts. A loop copies all that it keeps for the backward pass into arrays of all
-layers, a sixth of the time of a step."""
+"""The same of whole rows on a GPU, but for prompts, and for layers that keep their inputs alone. A loop copies all that it
+keeps for the backward pass into arrays of all layers, a sixth of the time of a step; without one, the gradients of all
+layers are there twice when they are put together."""
 
 
 class Decoder(nnx.Module):
@@ -216,7 +217,7 @@ class Decoder(nnx.Module):
             return x, (keys, values) if keep_keys_values else (None, None)
 
         on_gpu = jax.default_backend() == "gpu" and not keep_keys_values
-        most = MAX_UNROLLED_LAYERS_ON_GPU if on_gpu else MAX_UNROLLED_LAYERS
+        most = MAX_UNROLLED_LAYERS_ON_GPU if on_gpu and self.config.remat != "full" else MAX_UNROLLED_LAYERS
         unrolled = self.config.num_layers <= most
         body = rematerialised(step, self.config.remat, unrolled=unrolled)
         layer_inputs = (stacked, self._is_sliding())

@@ -66,6 +66,24 @@ def test_bf16_sums_round_once_a_micro_batch_and_loss_and_counts_are_those_of_fp3
     assert {leaf.dtype for leaf in jax.tree.leaves(finished[1].gradients)} == {jnp.dtype("float32")}
 
 
+def test_a_micro_batch_runs_beside_the_sums_of_those_before_alone(monkeypatch):
+    mesh = make_mesh(MeshSpec())
+    # No other array has the shape of this table.
+    model = dataclasses.replace(MODEL, vocab_size=1201)
+    graph, params = nnx.split(Decoder(model, rngs=nnx.Rngs(0), mesh=mesh))
+    sums = GspmdGradients(graph, mesh, PolicyObjective(grpo(), "basic"), temperature=1.0, engine="auto")
+    live, of_micro_batch = [], sums._sums
+
+    def counted(*operands):
+        live.append(sum(array.shape == (1201, 16) for array in jax.live_arrays()))
+        return of_micro_batch(*operands)
+
+    monkeypatch.setattr(sums, "_sums", counted)
+    sums.accumulate(params, rounds(), 0)
+    # The table itself, and its gradient once there is one.
+    assert live == [1, 2, 2, 2, 2]
+
+
 @pytest.mark.slow
 def test_the_gradient_filter_leaves_out_blocks_of_the_heads_gradient():
     """Of four tiles of the vocabulary the first has all targets; no token of the untrained model has p >= 1/2."""

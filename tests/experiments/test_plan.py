@@ -88,8 +88,8 @@ def test_the_least_that_is_expected_to_fit_is_taken_kept_and_said(tmp_path, monk
 
 
 def test_rows_are_fewer_where_no_recomputation_is_expected_to_fit(tmp_path, monkeypatch, capsys):
-    """Of 400 KiB three quarters may be taken: beside 279 of state there is room for 4 rows of 4 KiB, not for 8."""
-    made = set_up_with(tmp_path, monkeypatch, 400 * 2**10, schedule={"rows": None})
+    """Of 340 KiB three quarters may be taken: beside 233 of state there is room for 4 rows of 4 KiB, not for 8."""
+    made = set_up_with(tmp_path, monkeypatch, 340 * 2**10, schedule={"rows": None})
     assert (made.config.model.remat, made.config.schedule.rows) == ("full", 4)
     assert said(capsys) == (["micro-batches of 4 rows, full"], [])
 
