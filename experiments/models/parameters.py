@@ -1,18 +1,21 @@
 """The parameters of a `Decoder` in files: their names in each format, their layout, and how they reach a mesh.
 
 Checkpoints store one tensor a layer, outputs first; here layers are stacked and inputs come first. Reading goes parameter
-by parameter and layer by layer: in addition to the parameters themselves the host holds one stacked parameter at a time.
+by parameter, a few layers at a time: in addition to the parameters themselves the host holds one stacked parameter and
+these.
 
 Shapes: L layers, in and out the inputs and outputs of a matrix.
 """
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -45,6 +48,9 @@ NAMES: dict[str, tuple[str, str | None]] = {
     "down_proj.kernel": (_LAYER + "mlp.down_proj.weight", _BLOCK + "ffn_down.weight"),
 }
 """Path in `Decoder` or `DecoderLayer` to the names in a Hugging Face directory and in a GGUF file of Llama's family."""
+BFLOAT16 = np.dtype(jnp.bfloat16)
+LAYERS_AT_A_TIME = 8
+"""That are read by threads side by side: most of the time goes to pages of memory and to transposing."""
 _MATRICES = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
 INPUT_AXES = {"o_proj.kernel": 2, **dict.fromkeys((f"{name}.kernel" for name in _MATRICES), 1)}
 """How many leading axes of a matrix are inputs. What is not here is stored as it is, its heads flattened."""
@@ -151,17 +157,39 @@ class WeightReader:
         """
         _, state = abstract_decoder(config)
         places = nnx.to_pure_dict(shardings(state))
-        dtype = np.dtype(jax.numpy.dtype(config.param_dtype))
+        dtype = np.dtype(jnp.dtype(config.param_dtype))
         loaded: dict[str, Any] = {}
         for parameter in parameters_of(config):
             sharding, target = places, loaded
             for key in parameter.path[:-1]:
                 sharding, target = sharding[key], target.setdefault(key, {})
-            tensors = (_finite(name, self.source.read(name), dtype) for name in parameter.tensors(self.column))
-            layers = map(parameter.from_stored, tensors)
-            target[parameter.path[-1]] = _placed(parameter, layers, dtype, sharding[parameter.path[-1]])
+            target[parameter.path[-1]] = self._placed(parameter, dtype, sharding[parameter.path[-1]])
         nnx.replace_by_pure_dict(state, loaded)
         return state
+
+    def _placed(self, parameter: Parameter, dtype: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
+        """Reads a parameter to its devices; each distinct shard is filled once, whoever holds copies of it."""
+        shape = parameter.shape if parameter.layers is None else (parameter.layers, *parameter.shape)
+        devices: dict[tuple, list[jax.Device]] = {}
+        for device, index in sharding.addressable_devices_indices_map(shape).items():
+            bounds = tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
+            devices.setdefault(bounds, []).append(device)
+        buffers = {bounds: np.empty([stop - start for start, stop, _ in bounds], dtype) for bounds in devices}
+
+        def fill(place: int, name: str) -> None:
+            layer = parameter.from_stored(_finite(name, self.source.read(name), dtype))
+            for bounds, buffer in buffers.items():
+                if parameter.layers is not None:
+                    # The tensor axis splits features; layers are never split.
+                    bounds, buffer = bounds[1:], buffer[place]
+                _bits(buffer)[...] = _bits(layer)[tuple(slice(*each) for each in bounds)]
+
+        names = parameter.tensors(self.column)
+        with ThreadPoolExecutor(LAYERS_AT_A_TIME) as pool:
+            # The first that cannot be read is told of.
+            list(pool.map(fill, range(len(names)), names))
+        shards = [jax.device_put(buffers[bounds], device) for bounds, group in devices.items() for device in group]
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def _some(names: list[str]) -> str:
@@ -172,30 +200,20 @@ def _finite(name: str, tensor: np.ndarray, dtype: np.dtype) -> np.ndarray:
     # Overflow is looked for after the conversion, and reported below rather than by a warning.
     with np.errstate(over="ignore"):
         tensor = tensor.astype(dtype, copy=False)
-    bad = ~np.isfinite(tensor)
-    if bad.any():
-        place = tuple(int(each) for each in np.argwhere(bad)[0])
+    if not _all_finite(tensor):
+        place = tuple(int(each) for each in np.argwhere(~np.isfinite(tensor))[0])
         require(False, f"weights, tensor {name}", f"finite numbers in {dtype}", f"{tensor[place]} at {list(place)}")
     return tensor
 
 
-def _placed(
-    parameter: Parameter, layers: Iterator[np.ndarray], dtype: np.dtype, sharding: jax.sharding.Sharding
-) -> jax.Array:
-    """Returns a parameter on its devices; each distinct shard is filled once, whoever holds copies of it."""
-    shape = parameter.shape if parameter.layers is None else (parameter.layers, *parameter.shape)
-    devices: dict[tuple, list[jax.Device]] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        devices.setdefault(tuple(part.indices(size) for part, size in zip(index, shape, strict=True)), []).append(
-            device
-        )
-    buffers = {bounds: np.empty([stop - start for start, stop, _ in bounds], dtype) for bounds in devices}
-    for place, layer in enumerate(layers):
-        for bounds, buffer in buffers.items():
-            if parameter.layers is None:
-                buffer[...] = layer[tuple(slice(*each) for each in bounds)]
-            else:
-                # The tensor axis splits features; layers are never split.
-                buffer[place] = layer[tuple(slice(*each) for each in bounds[1:])]
-    shards = [jax.device_put(buffers[bounds], device) for bounds, group in devices.items() for device in group]
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+def _all_finite(tensor: np.ndarray) -> bool:
+    if tensor.dtype != BFLOAT16:
+        return bool(np.isfinite(tensor).all())
+    # All bits of the exponent are set in NaN and infinities alone.
+    exponents = np.bitwise_and(_bits(tensor), 0x7F80)
+    return exponents.max(initial=0) < 0x7F80
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    """Returns bf16 as integers, which threads copy side by side: functions of its own dtype wait for each other."""
+    return x.view(np.uint16) if x.dtype == BFLOAT16 else x

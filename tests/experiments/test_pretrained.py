@@ -155,6 +155,22 @@ def test_dtypes_are_converted(stored, wanted, tmp_path):
     np.testing.assert_array_equal(seen, expected)
 
 
+@pytest.mark.bad_input
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_found_in_bf16_too(bad, tmp_path):
+    path = write_tiny_directory(tmp_path / "a", dtype="bfloat16")
+    tensors, name = load_file(path / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    tensors[name][2:4] = jnp.finfo(jnp.bfloat16).max
+    save_file(tensors, path / "model.safetensors")
+    load(path, param_dtype="bfloat16")
+    tensors[name][3, 7] = bad
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=rf"^weights, tensor {name}: expected finite .* in bfloat16, got .* at \[3, 7\]"
+    ):
+        load(path, param_dtype="bfloat16")
+
+
 def test_a_tied_head_may_be_stored_again_but_only_as_a_copy(tmp_path):
     path = write_tiny_directory(tmp_path / "a", "smollm2")
     tensors = load_file(path / "model.safetensors")
