@@ -2,6 +2,7 @@
 
     python -m benchmarks.sampler_speed                                    # Qwen3-0.6B, 64 and 256 rows
     python -m benchmarks.sampler_speed --model qwen3-1.7b --rows 128 --copies 16 --profile 20
+    python -m benchmarks.sampler_speed --weights activations int8         # beside matrices rounded to 8 bits
     python -m benchmarks.sampler_speed --mesh data=1 data=2 tensor=2      # rows are those of a data and fsdp rank
 
 All rows draw all their tokens (there is no end token). The time of a step is that of a whole run less that of reading the
@@ -40,7 +41,7 @@ from jaxlogp.errors import require
 
 @dataclass(frozen=True)
 class SamplerSpeedConfig:
-    """Options of the benchmark; every combination of models, meshes and rows is measured."""
+    """Options of the benchmark; every combination of models, meshes, rows and weights is measured."""
 
     model: tuple[str, ...] = ("qwen3-0.6b",)
     """Shapes, as in benchmarks.step_speed."""
@@ -66,6 +67,8 @@ class SamplerSpeedConfig:
     """Divisor of the logits: random weights have flat ones, and below 1 top-p keeps fewer tokens."""
     record_support: bool = False
     """With --top-p or --top-k: record the ids that each token is drawn from."""
+    weights: tuple[str, ...] = ("activations",)
+    """Matrices of a step: in the activations' dtype, or rounded to int8."""
     layers: int | None = None
     """Layers instead of the model's."""
     repeats: int = 3
@@ -83,6 +86,7 @@ class Measured:
     model: str
     mesh: str
     rows: int
+    weights: str
     attention: str
     milliseconds: float
     bound_milliseconds: float
@@ -95,18 +99,19 @@ class Measured:
     """Interquartile range of the timed runs over their median."""
 
 
-def bytes_of_step(shape: DecoderConfig, config: SamplerSpeedConfig, rows: int, tensor: int) -> float:
+def bytes_of_step(shape: DecoderConfig, config: SamplerSpeedConfig, rows: int, tensor: int, weights: str) -> float:
     """What a device, one of so many tensor ranks, has to read in a step in the middle of a completion, in bytes."""
     # Whole where the ranks do not divide it.
     of_vocab, of_heads = (tensor if size % tensor == 0 else 1 for size in (shape.vocab_size, shape.num_kv_heads))
     width = jnp.dtype(shape.dtype).itemsize
+    of_weight = jnp.dtype("int8" if weights == "int8" else shape.dtype).itemsize
     per_layer = shape.hidden_size * (
         2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim + 3 * shape.intermediate_size
     )
     matrices = shape.num_layers * per_layer / tensor + shape.vocab_size * shape.hidden_size / of_vocab
     per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
     tokens = rows * config.new_tokens / 2 + rows / config.copies * config.prompt
-    return width * (matrices + per_token / of_heads * tokens)
+    return of_weight * matrices + width * per_token / of_heads * tokens
 
 
 def shape_of(name: str, layers: int | None, **changes: str) -> DecoderConfig:
@@ -122,9 +127,9 @@ def random_model(shape: DecoderConfig, mesh: Mesh) -> tuple[SampledModel, nnx.St
     return SampledModel(graph, mesh), jax.device_put(state, parameter_shardings(state, mesh))
 
 
-def measure(config: SamplerSpeedConfig, choice: tuple[str, str, int], bytes_per_second: float) -> Measured:
-    """Compiles and times one combination of model, mesh and rows."""
-    name, mesh_text, rows = choice
+def measure(config: SamplerSpeedConfig, choice: tuple[str, str, int, str], bytes_per_second: float) -> Measured:
+    """Compiles and times one combination of model, mesh, rows and weights."""
+    name, mesh_text, rows, weights = choice
     spec = parse_mesh(mesh_text)
     require(spec.sequence == 1, "--mesh", "no sequence ranks: a step has one token of a row", mesh_text)
     mesh = make_mesh(spec)
@@ -138,7 +143,8 @@ def measure(config: SamplerSpeedConfig, choice: tuple[str, str, int], bytes_per_
 
     def run(new_tokens: int) -> None:
         filters = {"top_k": config.top_k, "top_p": config.top_p, "record_support": config.record_support}
-        options = SamplingOptions(new_tokens, temperature=config.temperature, **filters)
+        how = {"temperature": config.temperature, "int8_weights": weights == "int8"}
+        options = SamplingOptions(new_tokens, **how, **filters)
         sampler = DecoderSampler(model, CompletionRule(options, eos_ids=(), pad_id=0))
         sampler(state, prompts, lengths, config.copies, jax.random.key(0))
 
@@ -153,13 +159,14 @@ def measure(config: SamplerSpeedConfig, choice: tuple[str, str, int], bytes_per_
 
     (whole, first, wide), (prefill, first_prefill, _) = seconds(config.new_tokens), seconds(1)
     step = (whole - prefill) / (config.new_tokens - 1)
-    bound = bytes_of_step(shape, config, rows, spec.tensor) / bytes_per_second
+    bound = bytes_of_step(shape, config, rows, spec.tensor, weights) / bytes_per_second
     if config.profile:
         print_slowest(gpu_events(lambda: run(33), 1), config.profile, 32 * spec.num_devices)
     return Measured(
         name,
         mesh_text,
         rows,
+        weights,
         shape.cached_attention_run(mesh).implementation,
         step * 1e3,
         bound * 1e3,
@@ -180,19 +187,22 @@ def main(config: SamplerSpeedConfig) -> list[Measured]:
     """
     for name in config.model:
         require(name in NAMED_SHAPES, "--model", f"one of {', '.join(NAMED_SHAPES)}", name)
+    for weights in config.weights:
+        require(weights in ("activations", "int8"), "--weights", "activations or int8", weights)
     bytes_per_second = copy_bandwidth()
     device = jax.devices()[0].device_kind
     print(f"{device}, JAX {jax.__version__}, {bytes_per_second / 1e12:.2f} TB/s measured", flush=True)
     print(
-        "| model | mesh | rows a rank | attention | ms a step | bound | of it | tokens/s | prompts, ms | peak | compiling |"
+        "| model | mesh | rows a rank | weights | attention | ms a step | bound | of it | tokens/s | prompts, ms | peak "
+        "| compiling |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
     results = []
-    for choice in itertools.product(config.model, config.mesh, config.rows):
+    for choice in itertools.product(config.model, config.mesh, config.rows, config.weights):
         got = measure(config, choice, bytes_per_second)
         results.append(got)
         print(
-            f"| {got.model} | {got.mesh} | {got.rows} | {got.attention} | {got.milliseconds:.2f} "
+            f"| {got.model} | {got.mesh} | {got.rows} | {got.weights} | {got.attention} | {got.milliseconds:.2f} "
             f"| {got.bound_milliseconds:.2f} | {got.share_of_bound:.0%} | {got.tokens_per_second:,.0f} "
             f"| {got.prefill_milliseconds:.0f} | {got.peak_gib:.1f} GiB | {got.compile_seconds:.0f} s |",
             flush=True,

@@ -255,6 +255,8 @@ def _validate_invariant(config: Config, mesh: MeshSpec) -> None:
     require(accumulate == "float32", "--schedule.accumulate", "float32 with --invariant", accumulate)
     drawn = config.rollout.rows
     require(drawn is None, "--rollout.rows", "None with --invariant, which draws as many rows as a leaf has", drawn)
+    expected = "no value with --invariant, whose sampler computes what the trainer computes"
+    require(not config.rollout.int8_weights, "--rollout.int8-weights", expected, True)
 
 
 def _validate_filter(config: Config) -> None:
@@ -299,7 +301,7 @@ def _validate_lora(config: Config) -> None:
 
 _OF_ROLLOUTS = (
     *("prompts_per_rollout", "num_generations", "stop", "mask_truncated", "resample_degenerate"),
-    *("top_k", "top_p", "min_p"),
+    *("top_k", "top_p", "min_p", "int8_weights"),
 )
 _OF_REINFORCEMENT = ("rollout", "reward", "loss", "correction", "rejection", "warm_start", "drift")
 _OF_HEAD = ("engine", "token_chunk", "vocab_tile", "gradient_filter")

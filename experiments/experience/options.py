@@ -81,6 +81,9 @@ class RolloutConfig:
     """Sample among the fewest most likely tokens whose probabilities sum to this. 1: all."""
     min_p: float = 0.0
     """Sample among tokens at least this many times as likely as the most likely one. 0: all."""
+    int8_weights: bool = False
+    """Sample with matrices rounded to 8 bits, a scale for every output. Old log-probs are those of that model, and further
+    from the trainer's (docs/sampler.md); evaluations use the matrices as they are."""
     stop: tuple[str, ...] = ()
     """Stop strings. A completion ends with the token that completes one, and does not count as truncated."""
     max_prompt_tokens: Annotated[int | None, AtLeast(1)] = None
@@ -116,5 +119,5 @@ class RolloutConfig:
         """
         filters = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
         with option_errors("rollout"):
-            own = {"stop": self.stop, "rows": self.rows, **filters, **recording}
+            own = {"stop": self.stop, "rows": self.rows, "int8_weights": self.int8_weights, **filters, **recording}
             return SamplingOptions(max_new_tokens, self.temperature, **own)

@@ -46,6 +46,8 @@ class InvariantSampler(Sampler):
     def __init__(self, programs: LeafPrograms, rule: CompletionRule, row_length: int, leaf_rows: int) -> None:
         rows = rule.options.rows
         require(rows is None, "rows", "None with --invariant, which draws as many rows as a leaf has", rows)
+        expected = "False with --invariant, whose sampler computes what the trainer computes"
+        require(not rule.options.int8_weights, "int8_weights", expected, True)
         self._programs, self._rule = programs, rule
         self._max_new_tokens, self._row_length = rule.options.max_new_tokens, row_length
         self._leaf_rows, self._group = leaf_rows, leaf_rows * programs.ranks.count

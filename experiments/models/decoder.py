@@ -20,7 +20,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from experiments.models.attention import (
     AllowedKeys,
@@ -34,7 +34,7 @@ from experiments.models.attention import (
 )
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.decoder_layer import DecoderLayer, View
-from experiments.models.layers import Head, RMSNorm, matrix_init, named_axes
+from experiments.models.layers import Head, Int8Matrix, RMSNorm, matrix_init, named_axes
 from experiments.models.mesh import SEQUENCE_AXIS, TENSOR_AXIS, axes_of_rows, document_axis, row_axes, size_of
 from experiments.models.remat import rematerialised
 from experiments.models.rope import rope_frequencies, rope_tables
@@ -122,10 +122,11 @@ class Decoder(nnx.Module):
         implementation = self.config.cached_attention_run(self.mesh).implementation
         return hidden, empty_cache(keys, values, lengths, slots, implementation, self.mesh)
 
-    def layers_apart(self) -> tuple[DecoderLayer, ...]:
-        """Returns the layers one by one, their matrices in the activations' dtype; to be called once before a loop of steps.
+    def layers_apart(self, *, int8: bool = False) -> tuple[DecoderLayer, ...]:
+        """Returns the layers one by one, to be called once before a loop of steps.
 
-        On GPUs, products of the same features are joined. On a CPU nothing is gained.
+        Their matrices are in the activations' dtype, or rounded from it to 8 bits. On GPUs, products of the same features
+        are joined. On a CPU nothing is gained.
         """
         graph, stacked = nnx.split(self.layers)
 
@@ -140,14 +141,23 @@ class Decoder(nnx.Module):
         if jax.default_backend() == "gpu":
             for each in layers:
                 each.join_projections(size_of(self.mesh, TENSOR_AXIS))
+        if int8:
+            for each in layers:
+                each.to_int8()
         return layers
 
-    def head_apart(self) -> tuple[HeadSpec, Float[Array, "V H"]]:
-        """Returns the head for a loop of `decode_step`: a table that tensor ranks split by features is gathered once."""
+    def head_apart(self, *, int8: bool = False) -> tuple[HeadSpec, Shaped[Array, "V H"], Float[Array, " V"] | None]:
+        """Returns the head for a loop of `decode_step`, and the scales of its weight if that is rounded to 8 bits.
+
+        A table that tensor ranks split by features is gathered once.
+        """
         spec, weight = self.head()
         if self.config.vocab_size % size_of(self.mesh, TENSOR_AXIS):
             weight = lax.with_sharding_constraint(weight, NamedSharding(self.mesh, P()))
-        return spec, weight
+        if not int8:
+            return spec, weight, None
+        rounded = Int8Matrix.of(weight.T)
+        return spec, rounded.values, rounded.scales
 
     def decode_step(
         self, tokens: Int[Array, " B"], cache: KVCache, layers: tuple[DecoderLayer, ...] | None = None

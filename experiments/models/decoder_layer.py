@@ -23,6 +23,7 @@ from experiments.models.attention import (
 )
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.layers import JoinedProjections, Projection, RMSNorm
+from experiments.models.lora import ADAPTABLE
 from experiments.models.remat import named
 from experiments.models.rope import rotate
 
@@ -79,6 +80,12 @@ class DecoderLayer(nnx.Module):
                 setattr(self, name, JoinedProjections(modules, shards))
                 for part in parts:
                     delattr(self, part)
+
+    def to_int8(self) -> None:
+        """Rounds the matrices of all projections to 8 bits; they cannot be joined after that."""
+        for name in (*JOINED, *ADAPTABLE):
+            if hasattr(self, name):
+                getattr(self, name).to_int8()
 
     def products(self, name: str, x: Float[Array, "B T H"]) -> tuple[Array, ...]:
         """Returns those of the projections that `name` joins."""

@@ -7,13 +7,13 @@ The names are Flax's `out_sharding` metadata: `vocab`, `layers`, `embed` (featur
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int8
 
 from experiments.models.attention import precision_of
 from experiments.models.decoder_config import DecoderConfig
@@ -62,13 +62,18 @@ class Projection(nnx.Module):
         self.lora = nnx.LoRA(math.prod(shape[: self.inputs]), rank, math.prod(shape[self.inputs :]), rngs=rngs)
         self.lora_scale = scale
 
+    def to_int8(self) -> None:
+        """Rounds the kernel to 8 bits; what adapters and the bias add stays as it is."""
+        self.rounded = Int8Matrix.of(self.matrix).as_parameters()
+        del self.kernel
+
     def __call__(self, x: Float[Array, "*tokens_and_inputs"]) -> Float[Array, "*tokens_and_outputs"]:
-        matrix = self.matrix
         # Merged into one axis with their rows, tokens that a mesh splits would have to be gathered. One product of two
         # matrices has much the faster gradient on a CPU.
         leading = x.shape[: -self.inputs] if self.split_tokens else (-1,)
-        rows = x.reshape(*leading, matrix.shape[0])
-        flat = self.with_adapters(_product(rows, matrix), rows)
+        rows = x.reshape(*leading, math.prod(x.shape[-self.inputs :]))
+        product = _product_in_8_bits(rows, self.rounded) if hasattr(self, "rounded") else _product(rows, self.matrix)
+        flat = self.with_adapters(product, rows)
         return flat.reshape(*x.shape[: -self.inputs], *self.out_shape)
 
     @property
@@ -110,20 +115,62 @@ class JoinedProjections(nnx.Module):
         """Returns the same, each rank's outputs of all modules along one axis."""
         # A compiler may cut a product and concatenate its parts again.
         plain = not any(hasattr(module, name) for module in self.modules for name in ("lora", "bias"))
-        return _product(x, self.kernel[...]) if plain else self._side_by_side(self._parts(x))
+        return self._joint(x) if plain else self._side_by_side(self._parts(x))
 
     def _side_by_side(self, parts: Sequence[Array]) -> Float[Array, "*tokens shards O"]:
         return jnp.concatenate([part.reshape(*part.shape[:-1], self.shards, -1) for part in parts], axis=-1)
 
+    def to_int8(self) -> None:
+        """Rounds the joint kernel to 8 bits."""
+        self.rounded = Int8Matrix.of(self.kernel[...]).as_parameters()
+        del self.kernel
+
+    def _joint(self, x: Float[Array, "*tokens I"]) -> Float[Array, "*tokens shards O"]:
+        return _product_in_8_bits(x, self.rounded) if hasattr(self, "rounded") else _product(x, self.kernel[...])
+
     def _parts(self, x):
         edges = np.cumsum([math.prod(module.out_shape) // self.shards for module in self.modules])[:-1]
-        parts = jnp.split(_product(x, self.kernel[...]), edges, axis=-1)
+        parts = jnp.split(self._joint(x), edges, axis=-1)
         parts = [part.reshape(*x.shape[:-1], -1) for part in parts]
         return [module.with_adapters(part, x) for module, part in zip(self.modules, parts, strict=True)]
 
 
+class Int8Matrix(NamedTuple):
+    """A matrix in 8 bits, scales · values, outputs first, with one scale for every output, whose largest value is ±127.
+
+    A matrix with a value that is not finite has a scale that is not, so that its products are not either. Inputs come last,
+    as an 8-bit value is widened in the product: a GPU's compiler does it at the speed of memory only along the sum.
+    """
+
+    values: Int8[Array, "... I"]
+    scales: Float[Array, "..."]
+
+    @classmethod
+    def of(cls, matrix: Float[Array, "I ..."]) -> "Int8Matrix":
+        """Rounds each value to the nearest, by at most half a scale.
+
+        Example:
+            >>> Int8Matrix.of(jnp.array([[127.0, 0.0], [-12.6, 0.0]])).values.tolist()
+            [[127, -13], [0, 0]]
+        """
+        wide = jnp.moveaxis(matrix.astype(jnp.float32), 0, -1)
+        largest = jnp.max(jnp.abs(wide), axis=-1)
+        scales = jnp.where(largest == 0.0, 1.0, largest / 127.0)
+        return cls(jnp.round(wide / scales[..., None]).astype(jnp.int8), scales)
+
+    def as_parameters(self) -> nnx.Dict:
+        return nnx.Dict(values=nnx.Param(self.values), scales=nnx.Param(self.scales))
+
+
 def _product(rows: Float[Array, "*tokens inputs"], kernel: Float[Array, "inputs ..."]) -> Float[Array, "..."]:
     return jnp.tensordot(rows, kernel.astype(rows.dtype), 1, precision=precision_of(rows.dtype))
+
+
+def _product_in_8_bits(rows: Float[Array, "*tokens inputs"], rounded: nnx.Dict) -> Float[Array, "..."]:
+    """Returns rows · values, which are exact in every dtype, summed in fp32, times the scales."""
+    values, axes = rounded["values"][...].astype(rows.dtype), ((-1,), (-1,))
+    options = {"precision": precision_of(rows.dtype), "preferred_element_type": jnp.float32}
+    return (jnp.tensordot(rows, values, axes, **options) * rounded["scales"][...]).astype(rows.dtype)
 
 
 class RMSNorm(nnx.Module):

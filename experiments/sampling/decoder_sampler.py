@@ -199,7 +199,8 @@ def _decode(program: _Program, size: int, state, rows: _Rows) -> _Rows:
     """Draws until no rank has more than `size` completions that have not ended."""
     model = nnx.merge(program.graph, state)
     # Before the loop, which would do it in every step.
-    head, layers = model.head_apart(), model.layers_apart()
+    int8 = program.rule.options.int8_weights
+    head, layers = model.head_apart(int8=int8), model.layers_apart(int8=int8)
 
     def extend(rows: _Rows) -> _Rows:
         after_prompts = None

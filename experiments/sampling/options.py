@@ -30,6 +30,8 @@ class SamplingOptions:
         support_room: ids a token, on average over a completion, for which there is room.
         rows: completions drawn at a time by each data rank, where the next takes the place of one that has ended; None for
             all at once.
+        int8_weights: multiply by matrices that are rounded to 8 bits, a scale for every output; prompts are read with the
+            matrices as they are. Log-probs are those of this model, and differ from a trainer's by more.
     """
 
     max_new_tokens: int
@@ -43,6 +45,7 @@ class SamplingOptions:
     record_support: bool = False
     support_room: int = 128
     rows: int | None = None
+    int8_weights: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "top_k", "support_room", "rows"):

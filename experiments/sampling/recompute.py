@@ -20,6 +20,8 @@ class RecomputeSampler(Sampler):
     def __init__(self, model: SampledModel, rule: CompletionRule) -> None:
         rows = rule.options.rows
         require(rows is None, "rows (--rollout.rows)", "None for a model without a key-value cache", rows)
+        expected = "False for a model that is not the built-in decoder"
+        require(not rule.options.int8_weights, "int8_weights (--rollout.int8-weights)", expected, True)
         self._model, self._rule = model, rule
         self._run = jax.jit(self._completed, static_argnums=4)
 

@@ -15,12 +15,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from experiments.sampling.options import SamplingOptions
 from experiments.sampling.support import RecordedSupport
 from jaxlogp import head_logits
 from jaxlogp.head import HeadSpec
+from jaxlogp.head.projection import finish_logits
 
 BLOCK = 256
 """Entries of a block of the vocabulary."""
@@ -93,9 +94,17 @@ def keys_of_rows(key: Key[Array, ""], row_ids: Int[Array, " B"]) -> Key[Array, "
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, row_ids)
 
 
-def logits_of(hidden: Float[Array, "B H"], spec: HeadSpec, weight: Float[Array, "V H"]) -> Float[Array, "B V"]:
-    """Returns logits before the temperature, with the arithmetic of the trainer's head."""
-    return head_logits(hidden, weight, logit_scale=spec.logit_scale, softcap=spec.softcap, fp32_head=spec.fp32_head)
+def logits_of(
+    hidden: Float[Array, "B H"],
+    spec: HeadSpec,
+    weight: Shaped[Array, "V H"],
+    scales: Float[Array, " V"] | None = None,
+) -> Float[Array, "B V"]:
+    """Returns logits before the temperature, with the arithmetic of the trainer's head; an int8 weight has scales."""
+    if scales is None:
+        return head_logits(hidden, weight, logit_scale=spec.logit_scale, softcap=spec.softcap, fp32_head=spec.fp32_head)
+    products = head_logits(hidden, weight.astype(hidden.dtype), fp32_head=spec.fp32_head)
+    return finish_logits(products * scales, None, spec)
 
 
 def sample_token(

@@ -218,6 +218,7 @@ GRPO = [
     ("--mesh sequence=2 --invariant", "--mesh: expected no sequence ranks with --invariant, whose leaves are whole rows"),
     ("--invariant --schedule.rows 16", "--schedule.rows: expected None or 8 with --invariant, whose micro-batches are"),
     ("--invariant --rollout.rows 4", "--rollout.rows: expected None with --invariant, which draws as many rows as a leaf"),
+    ("--invariant --rollout.int8-weights", "--rollout.int8-weights: expected no value with --invariant, whose sampler"),
     ("--invariant --schedule.accumulate bfloat16", "--schedule.accumulate: expected float32 with --invariant, got bfloat16"),
     ("--model.attention cudnn", "--model.attention: expected an implementation that can run here, got "),
     ("--invariant --model.attention chunked", "--model.attention: expected auto, repeatable or"),
