@@ -93,10 +93,10 @@ def test_every_option_that_is_mentioned_exists(capsys):
             program.run_cli(["--help"])
         assert stopped.value.code == 0
         text += capsys.readouterr().out
-    offered = set(re.findall(r"--[a-z][a-z.-]*", text))
+    offered = set(re.findall(r"--[a-z][a-z0-9.-]*", text))
     # XLA's own flag, spelled with underscores, and one of pip's.
     ours = "".join(PAGES[name] for name in USAGE).replace("--xla_force", "").replace("pip install --no-deps", "")
-    mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z.-]*(?![\w])", ours))
+    mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9.-]*(?![\w])", ours))
     assert mentioned and mentioned <= offered | {"--help"}, mentioned - offered
 
 

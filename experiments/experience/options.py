@@ -82,8 +82,8 @@ class RolloutConfig:
     min_p: float = 0.0
     """Sample among tokens at least this many times as likely as the most likely one. 0: all."""
     int8_weights: bool = False
-    """Sample with matrices rounded to 8 bits, a scale for every output. Old log-probs are those of that model, and further
-    from the trainer's (docs/sampler.md); evaluations use the matrices as they are."""
+    """Sample with matrices rounded to 8 bits, a scale for every output; evaluations use them as they are.
+    Old log-probs are those of the rounded model, and further from the trainer's (docs/sampler.md)."""
     stop: tuple[str, ...] = ()
     """Stop strings. A completion ends with the token that completes one, and does not count as truncated."""
     max_prompt_tokens: Annotated[int | None, AtLeast(1)] = None
