@@ -139,7 +139,7 @@ class Int8Matrix(NamedTuple):
     """A matrix in 8 bits, scales · values, outputs first, with one scale for every output, whose largest value is ±127.
 
     A matrix with a value that is not finite has a scale that is not, so that its products are not either. Inputs come last,
-    as an 8-bit value is widened in the product: a GPU's compiler does it at the speed of memory only along the sum.
+    since a GPU's compiler widens 8-bit values faster along the sum (benchmarks/results/int8_weights.md).
     """
 
     values: Int8[Array, "... I"]
