@@ -202,13 +202,14 @@ print((after - before) / size, size)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 @pytest.mark.costly
 def test_the_host_never_holds_a_second_copy(tmp_path):
-    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 16, "head_dim": 128}
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 32, "head_dim": 128}
     path = write_tiny_directory(tmp_path / "a", shards=2, **sizes)
     command = [sys.executable, "-c", PEAK_MEMORY, str(path)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     ratio, size = map(float, done.stdout.split())
-    assert size > 100e6
-    # The parameters themselves, on a CPU in the same memory, and one stacked matrix of a fifth of them.
+    assert size > 200e6
+    # The parameters themselves, on a CPU in the same memory, one stacked matrix of a fifth of them, and a quarter of it for
+    # each of: the layers on their way, as they are stored, and what their threads keep of freed ones.
     assert 1.0 <= ratio < 1.5
 
 
