@@ -49,7 +49,7 @@ def length_limits(
     countable = task.num_examples("train") is not None
     seen = longest if countable else max(len(encode(tokenizer, task.example(0, split).prompt)) for split in SPLITS)
     require(seen <= prompt, "--rollout.max-prompt-tokens", f"at least {seen}, for the prompts of this task", prompt)
-    completion = longest_completion(task, rollout)
+    completion = rollout.max_new_tokens or task.max_answer_tokens + 1
     longest = prompt + completion
     row = row_length_for(longest, schedule, mesh, "this task")
     step = schedule.docs_per_step or rollout.prompts_per_rollout * rollout.num_generations
@@ -70,11 +70,6 @@ def rows_for(row_length: int, documents: int) -> int:
     tokens = MICRO_BATCH_TOKENS.get(jax.default_backend(), MANY_TOKENS)
     micro_batches = -(-documents * row_length // tokens)
     return -(-documents // micro_batches)
-
-
-def longest_completion(task: Task, rollout: RolloutConfig) -> int:
-    """Returns the most tokens of a completion, end token included."""
-    return rollout.max_new_tokens or task.max_answer_tokens + 1
 
 
 def longest_prompt(task: Task, tokenizer: Tokenizer) -> int:

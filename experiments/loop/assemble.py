@@ -13,7 +13,7 @@ from experiments.experience.experience import ExperienceSource
 from experiments.experience.limits import Limits
 from experiments.experience.options import STORED
 from experiments.experience.own_source import OwnSource
-from experiments.experience.prompts import PromptStream
+from experiments.experience.prompts import LengthLimits, PromptStream
 from experiments.experience.rollouts import Rollouts
 from experiments.experience.stored import read_documents
 from experiments.learner.learner import Learner
@@ -103,10 +103,11 @@ def assemble(
     *,
     model: ModelSource | None = None,
     restored: bool = False,
+    sizes: LengthLimits | None = None,
     source: Any = None,
 ) -> Setup:
     """Makes everything that a run needs, as `make_inference` does; `source` is your own, which ``config.source`` names."""
-    base = make_inference(config, task, rewards, model=model, restored=restored)
+    base = make_inference(config, task, rewards, model=model, restored=restored, sizes=sizes)
     ranks, sizes = base.packing.ranks, base.sizes
     return Setup(
         **vars(base),

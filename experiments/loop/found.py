@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from experiments.config import Config, RewardConfig
+from experiments.experience.prompts import LengthLimits
 from experiments.learner.model_source import DecoderSource, ModelSource
 from experiments.loop.assemble import Setup, assemble
 from experiments.loop.find_model import find_model
 from experiments.loop.run_parts import RewardPairs, UserParts, parts_of
 from experiments.loop.start_report import print_start_report
-from experiments.loop.supervised import SupervisedFile, find_task
+from experiments.loop.supervised import SupervisedFile, find_task, sizes_of
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.options import flat_fields, option_name, replaced, value_of
 from experiments.processes import processes
@@ -34,13 +35,14 @@ class Found:
     rewards: Rewards | None
     source: Any
     model: ModelSource
+    sizes: LengthLimits
     parts: RunParts
 
     def report(self, folder: Path, dtype: DtypeChoice) -> None:
-        print_start_report(self.config, self.task, self.model, folder, dtype, self.rewards)
+        print_start_report(self.config, self.task, self.model, self.sizes, folder, dtype, self.rewards)
 
     def assemble(self, *, restored: bool = False) -> Setup:
-        given = {"model": self.model, "restored": restored, "source": self.source}
+        given = {"model": self.model, "restored": restored, "sizes": self.sizes, "source": self.source}
         with RunConsole(self.config.quiet).waiting("making model, learner and sampler"):
             return assemble(self.config, self.task, self.rewards, **given)
 
@@ -50,11 +52,12 @@ class Found:
         """Returns the same with another recomputation, of a decoder, rows of a micro-batch, or completions at a time."""
         changes = {"model.remat": remat, "schedule.rows": rows, "rollout.rows": at_a_time}
         config = replaced(self.config, {name: value for name, value in changes.items() if value is not None})
+        sizes = self.sizes if rows is None else self.sizes._replace(rows=rows)
         if remat is None:
-            return dataclasses.replace(self, config=config)
+            return dataclasses.replace(self, config=config, sizes=sizes)
         assert isinstance(self.model, DecoderSource), "no other model has a choice"
         model = dataclasses.replace(self.model, decoder=dataclasses.replace(self.model.decoder, remat=remat))
-        return dataclasses.replace(self, config=config, model=model)
+        return dataclasses.replace(self, config=config, model=model, sizes=sizes)
 
 
 def find_parts(
@@ -67,7 +70,8 @@ def find_parts(
     require_same_run(config, task)
     model = find_model(config, task, user.model, restored=restored)
     parts = parts_of(config, task, user, rewards, source, model)
-    return Found(config, task, rewards, source, model, parts)
+    sizes = sizes_of(config, task, model.tokenizer)
+    return Found(config, task, rewards, source, model, sizes, parts)
 
 
 def require_same_run(config: Config, task: Task | SupervisedFile) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from experiments.config import Config, RolloutConfig, validate
-from experiments.experience.prompts import LengthLimits, length_limits
+from experiments.experience.prompts import LengthLimits
 from experiments.learner.model_source import ModelSource
 from experiments.learner.objectives import CrossEntropy
 from experiments.learner.packing import Packing
@@ -17,7 +17,7 @@ from experiments.learner.scoring import log_probs_of
 from experiments.loop.backends import RunBackend, make_backend
 from experiments.loop.evaluation import AnswerEvaluation, Evaluation
 from experiments.loop.find_model import find_model
-from experiments.loop.supervised import LossEvaluation, SupervisedFile, find_task
+from experiments.loop.supervised import LossEvaluation, SupervisedFile, find_task, sizes_of
 from experiments.models.tokenizer import Tokenizer
 from experiments.sampling.options import SamplingOptions
 from experiments.sampling.policy import SamplerPolicy, Samplers
@@ -66,24 +66,25 @@ def make_inference(
     *,
     model: ModelSource | None = None,
     restored: bool = False,
+    sizes: LengthLimits | None = None,
 ) -> Inference:
     """Makes what draws and scores; no parameters are drawn or read if a checkpoint will bring `restored` ones.
 
-    Your own task and rewards stand in for those that the options name; `model` is one made of the same options, or your own.
+    Your own task and rewards stand in for those that the options name; `model` is one made of the same options, or your own;
+    `sizes` are those of the run, if they are known.
     """
     mesh = validate(config)
     config = config.resolved()
     task = find_task(config) if task is None else task
     model = model or find_model(config, task, None, restored=restored)
     tokenizer = model.tokenizer
-    backend = make_backend(config, model)
+    backend, sizes = make_backend(config, model), sizes or sizes_of(config, task, tokenizer)
     if isinstance(task, SupervisedFile):
-        rewards, sizes = None, task.sizes(tokenizer, config.schedule, mesh, backend.leaf_rows)
+        rewards = None
         held_out = task.load(tokenizer).documents["held_out"]
         evaluation = LossEvaluation(held_out, config.evaluation.num_prompts)
     else:
         rewards = config.reward.rewards(task) if rewards is None else rewards
-        sizes = length_limits(task, tokenizer, config.rollout, config.schedule, mesh, backend.leaf_rows)
         refills = model.decoder is not None and not config.invariant
         rows = completions_at_a_time(config.rollout, backend.rollout_ranks) if refills else config.rollout.rows
         options = SamplingOptions(sizes.completion, temperature=1.0, stop=config.rollout.stop, rows=rows)

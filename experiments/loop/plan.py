@@ -8,20 +8,18 @@ import jax
 import jax.numpy as jnp
 
 from experiments.config import Config
-from experiments.experience.prompts import LengthLimits, length_limits
+from experiments.experience.prompts import LengthLimits
 from experiments.learner.model_source import ModelSource
 from experiments.loop.assemble import Setup
 from experiments.loop.found import Found
 from experiments.loop.inference import completions_at_a_time
 from experiments.loop.loop import Progress
 from experiments.loop.memory import DoesNotFit, device_limit, say_memory, size, training_bytes
-from experiments.loop.supervised import SupervisedFile
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import parse_mesh
 from experiments.models.parameters import abstract_decoder
 from experiments.processes import processes
 from experiments.runs.console import RunConsole
-from experiments.tasks import Task
 
 FROM_LEAST = ("products", "attention", "full")
 """Policies of `experiments.models.remat` by what they compute again. What the compiler would keep by itself is not known
@@ -76,7 +74,7 @@ class _Choices:
         is_decoder = found.model.decoder is not None
         self._begins_with_plan = chooses_remat and is_decoder
         self._draws_fewer = is_decoder and found.config.rollout.rows is None
-        given = found.config, found.task, found.model
+        given = found.config, found.sizes, found.model
         self._plans = plans_of(*given, chooses_remat=self._begins_with_plan)
 
     def first(self, found: Found, console: RunConsole) -> Found:
@@ -111,7 +109,7 @@ def fewer(at_a_time: int, share: float) -> int:
     return 1 << max(0, int(at_a_time * share).bit_length() - 1)
 
 
-def plans_of(config: Config, task: Task | SupervisedFile, model: ModelSource, *, chooses_remat: bool) -> Iterator[Plan]:
+def plans_of(config: Config, sizes: LengthLimits, model: ModelSource, *, chooses_remat: bool) -> Iterator[Plan]:
     """Yields plans from the fastest that is expected to fit; those with fewer rows than by default if no option names them.
 
     None with `--invariant`, or on a CPU.
@@ -121,7 +119,6 @@ def plans_of(config: Config, task: Task | SupervisedFile, model: ModelSource, *,
     limit = min((each for each in limits if each is not None), default=None)
     if limit is None or config.invariant:
         return
-    sizes = _sizes(config, task, model)
     fewer_rows = [] if config.schedule.rows is not None else _halves(sizes.rows)
     if decoder is None or not chooses_remat:
         for rows in fewer_rows:
@@ -138,13 +135,6 @@ def plans_of(config: Config, task: Task | SupervisedFile, model: ModelSource, *,
         if fitted:
             parts = f"{size(kept)} of a micro-batch is kept, beside {size(held)} of state and gradients"
             yield Plan(policy, None if rows == sizes.rows else rows, f"{parts}, of {size(limit)}")
-
-
-def _sizes(config: Config, task: Task | SupervisedFile, model: ModelSource) -> LengthLimits:
-    mesh = parse_mesh(config.mesh)
-    if isinstance(task, SupervisedFile):
-        return task.sizes(model.tokenizer, config.schedule, mesh, None)
-    return length_limits(task, model.tokenizer, config.rollout, config.schedule, mesh)
 
 
 def _halves(rows: int) -> list[int]:

@@ -38,7 +38,6 @@ from experiments.runs.files import write_json
 from experiments.runs.folder import LONGEST_NAME_BYTES, RunFolder, is_folder_name, read_metrics
 from experiments.runs.identity import require_settings
 from experiments.runs.lock import RunLock
-from experiments.runs.plots import plot_runs
 from experiments.tasks import Reward, Rewards, Task
 from experiments.tasks.registry import names_user_task
 from jaxlogp.errors import require
@@ -115,7 +114,7 @@ class Run:
             raise
         except RunEnded:
             if processes().first:
-                plot_runs([read_metrics(self.folder.metrics).records], self.folder.curves)
+                _draw_curves(self.folder, read_metrics(self.folder.metrics).records)
             raise
         except BaseException:
             console.ending(resume_hint(self.folder, setup.config))
@@ -233,12 +232,19 @@ def _finish(run: Run, console: RunConsole, outcome: Outcome, seconds: float) -> 
     scores = {"before": before._asdict(), "after": after._asdict(), "data ended": outcome.exhausted}
     records = read_metrics(run.folder.metrics).records
     if processes().first:
-        plot_runs([records], run.folder.curves)
+        _draw_curves(run.folder, records)
         write_json(run.folder.summary, {**facts, **scores})
     result = Result(before, after, run.folder, records, setup, outcome.steps, seconds)
     console.summary(facts, run.folder.path, result.held_out)
     console.ending(resume_hint(run.folder, setup.config, finished=True))
     return result
+
+
+def _draw_curves(folder: RunFolder, records: list[dict[str, Any]]) -> None:
+    # Matplotlib takes half a second to import: not before the first step.
+    from experiments.runs.plots import plot_runs
+
+    plot_runs([records], folder.curves)
 
 
 def _new_path(config: Config, task: Task | SupervisedFile) -> Path:

@@ -8,13 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from experiments.config import Config
-from experiments.experience.prompts import (
-    PromptStream,
-    answer_length,
-    held_out_examples,
-    length_limits,
-    longest_completion,
-)
+from experiments.experience.prompts import LengthLimits, PromptStream, answer_length, held_out_examples
 from experiments.learner.model_source import ModelSource, UserModel
 from experiments.loop.memory import device_limit, require_room, training_bytes
 from experiments.loop.supervised import SupervisedFile
@@ -40,6 +34,7 @@ def print_start_report(
     config: Config,
     task: Task | SupervisedFile,
     model: ModelSource,
+    sizes: LengthLimits,
     folder: Path,
     dtype: DtypeChoice,
     rewards: Rewards | None = None,
@@ -52,7 +47,7 @@ def print_start_report(
         with option_errors("rollout"):
             require_devices(parse_mesh(config.rollout.mesh))
     facts = _rollout_facts if not isinstance(task, SupervisedFile) else _document_facts
-    told = facts(config, task, model, rewards, console)
+    told = facts(config, task, model, sizes, rewards, console)
     params = _parameters(model)
     devices = max(mesh.num_devices, parse_mesh(config.rollout.mesh or "").num_devices)
     require_room(_least_bytes(config, model, params, mesh, told.cache_slots), devices)
@@ -84,9 +79,14 @@ class _Facts(NamedTuple):
 
 
 def _document_facts(
-    config: Config, task: SupervisedFile, model: ModelSource, rewards: Rewards | None, console: RunConsole
+    config: Config,
+    task: SupervisedFile,
+    model: ModelSource,
+    sizes: LengthLimits,
+    rewards: Rewards | None,
+    console: RunConsole,
 ) -> _Facts:
-    del rewards, console
+    del sizes, rewards, console
     documents, schedule = task.load(model.tokenizer).documents, config.schedule
     labels = sum(document.num_labels for document in documents["train"])
     data = (
@@ -97,7 +97,12 @@ def _document_facts(
 
 
 def _rollout_facts(
-    config: Config, task: Task, model: ModelSource, rewards: Rewards | None, console: RunConsole
+    config: Config,
+    task: Task,
+    model: ModelSource,
+    sizes: LengthLimits,
+    rewards: Rewards | None,
+    console: RunConsole,
 ) -> _Facts:
     held_out = held_out_examples(task, config.evaluation.num_prompts)
     _try_rewards(config.reward.rewards(task) if rewards is None else rewards, held_out[:2], console)
@@ -117,18 +122,17 @@ def _rollout_facts(
         "task",
         data,
         f"{steps}{f', warm start of at most {warm} steps' if warm else ''}",
-        _rollout(config, task),
+        _rollout(config, sizes.completion),
         warnings + ([] if long is None else [long]),
-        _cache_slots(config, task, model, len(held_out)),
+        _cache_slots(config, sizes, len(held_out)),
     )
 
 
-def _cache_slots(config: Config, task: Task, model: ModelSource, held_out: int) -> int:
+def _cache_slots(config: Config, sizes: LengthLimits, held_out: int) -> int:
     """Tokens in the least cache of a rollout or of an evaluation of so many prompts.
 
     Where a device has a limit, and no option names a number, completions may be drawn one by one.
     """
-    sizes = length_limits(task, model.tokenizer, config.rollout, config.schedule, parse_mesh(config.mesh))
     rollout = config.rollout
     completions = rollout.prompts_per_rollout * rollout.num_generations
     ranks = parse_mesh(rollout.mesh or config.mesh).of_rollouts(keep_tensor=True).ranks
@@ -155,14 +159,14 @@ def _documents(config: Config) -> str:
     return f"{documents or rollout.prompts_per_rollout * rollout.num_generations} documents"
 
 
-def _rollout(config: Config, task: Task) -> str:
+def _rollout(config: Config, longest_completion: int) -> str:
     if config.source is not None:
         return f"source {config.source}"
     rollout = config.rollout
     at_once = "" if rollout.rows is None else f", {rollout.rows} at a time on each data rank"
     return (
         f"{rollout.prompts_per_rollout} prompts × {rollout.num_generations} completions of at most "
-        f"{longest_completion(task, rollout)} tokens{at_once}, advantages {config.loss.advantages}"
+        f"{longest_completion} tokens{at_once}, advantages {config.loss.advantages}"
     )
 
 

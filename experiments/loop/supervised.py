@@ -13,10 +13,10 @@ from experiments.config import SUPERVISED, Config, ScheduleConfig
 from experiments.experience.conversations import Conversations, load_conversations
 from experiments.experience.experience import Policy
 from experiments.experience.limits import Limits
-from experiments.experience.prompts import LengthLimits, row_length_for, rows_for
+from experiments.experience.prompts import LengthLimits, length_limits, row_length_for, rows_for
 from experiments.experience.scoring import Sample
 from experiments.loop.evaluation import HeldOutLoss
-from experiments.models.mesh import MeshSpec
+from experiments.models.mesh import MeshSpec, parse_mesh
 from experiments.models.tokenizer import Tokenizer
 from experiments.tasks import Task
 from experiments.tasks.json_lines import digest_of
@@ -69,6 +69,15 @@ def find_task(config: Config) -> "Task | SupervisedFile":
     if config.supervised:
         return SupervisedFile(config.task.removeprefix(SUPERVISED))
     return config.data.task(config.task, config.seed)
+
+
+def sizes_of(config: Config, task: "Task | SupervisedFile", tokenizer: Tokenizer) -> LengthLimits:
+    """Returns the static sizes of a run. Slow: all prompts that can be counted are encoded."""
+    leaf_rows = config.invariance.leaf_rows if config.invariant else None
+    options = config.schedule, parse_mesh(config.mesh), leaf_rows
+    if isinstance(task, SupervisedFile):
+        return task.sizes(tokenizer, *options)
+    return length_limits(task, tokenizer, config.rollout, *options)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from experiments.tasks.extraction import extract_answer
 from experiments.tasks.numbers import same_number
-from experiments.tasks.protocol import SPLITS, Example, SizedTask, Split, check_split, split_of
+from experiments.tasks.protocol import SPLITS, Example, SizedTask, Split, check_index, check_split, split_of
 
 NUM_EXAMPLES: dict[Split, int] = {"train": 8192, "held_out": 1024}
 EXTRACT = ("boxed", "answer_is", "last_number")
@@ -90,6 +90,17 @@ class WordProblems(SizedTask):
     def _longest(self) -> tuple[int, int]:
         examples = [self.example(index, split) for split in SPLITS for index in range(NUM_EXAMPLES[split])]
         return max(len(each.prompt) for each in examples), max(len(each.answer) for each in examples)
+
+    @cached_property
+    def _drawn(self) -> dict[tuple[Split, int], Example]:
+        return {}
+
+    def example(self, index: int, split: Split) -> Example:
+        check_index(self, index, split)
+        # All of them are drawn at the start of a run, for their lengths.
+        if (split, index) not in self._drawn:
+            self._drawn[split, index] = super().example(index, split)
+        return self._drawn[split, index]
 
     def num_examples(self, split: Split) -> int:
         check_split(split)

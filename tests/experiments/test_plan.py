@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from experiments.config import Config, apply_changes
+from experiments.experience import prompts
 from experiments.loop import memory, plan
 from experiments.loop.found import Found
 from experiments.loop.memory import MemoryNeed
@@ -96,7 +97,7 @@ def test_rows_are_fewer_where_no_recomputation_is_expected_to_fit(tmp_path, monk
 
 @pytest.mark.costly
 def test_what_does_not_fit_is_compiled_again_with_less(tmp_path, monkeypatch, capsys):
-    """What did not fit is gone before the next is made.
+    """What did not fit is gone before the next is made, and the prompts are encoded once for all of them.
 
     Of 64 completions there is room for three quarters, which are 32; then for a half of these.
     """
@@ -108,12 +109,15 @@ def test_what_does_not_fit_is_compiled_again_with_less(tmp_path, monkeypatch, ca
         before.extend(map(weakref.ref, (setup, setup.learner)))
         return setup
 
+    encoded, longest = [], prompts.longest_prompt
+    monkeypatch.setattr(prompts, "longest_prompt", lambda *given: encoded.append(given) or longest(*given))
     monkeypatch.setattr(Found, "assemble", assemble_alone)
     made = set_up_with(tmp_path, monkeypatch, 4 * GIB, needs, schedule={"rows": None})
     assert (made.config.model.remat, made.config.schedule.rows, made.config.rollout.rows) == ("full", 16, 16)
     at_a_time = "{} completions at a time on each data rank"
     plans = ["products", "attention", "full", "micro-batches of 16 rows, full"]
     assert said(capsys) == (plans, [LESS, at_a_time.format(32), f"{LESS} and {at_a_time.format(16)}", LESS])
+    assert len(encoded) == 1
 
 
 @pytest.mark.costly
