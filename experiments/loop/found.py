@@ -12,7 +12,7 @@ from experiments.loop.assemble import Setup, assemble
 from experiments.loop.find_model import find_model
 from experiments.loop.run_parts import RewardPairs, UserParts, parts_of
 from experiments.loop.start_report import print_start_report
-from experiments.loop.supervised import SupervisedFile, find_task, sizes_of
+from experiments.loop.supervised import SupervisedFile, find_sizes, find_task
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.options import flat_fields, option_name, replaced, value_of
 from experiments.processes import processes
@@ -70,7 +70,7 @@ def find_parts(
     require_same_run(config, task)
     model = find_model(config, task, user.model, restored=restored)
     parts = parts_of(config, task, user, rewards, source, model)
-    sizes = sizes_of(config, task, model.tokenizer)
+    sizes = find_sizes(config, task, model.tokenizer)
     return Found(config, task, rewards, source, model, sizes, parts)
 
 

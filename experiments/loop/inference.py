@@ -17,7 +17,7 @@ from experiments.learner.scoring import log_probs_of
 from experiments.loop.backends import RunBackend, make_backend
 from experiments.loop.evaluation import AnswerEvaluation, Evaluation
 from experiments.loop.find_model import find_model
-from experiments.loop.supervised import LossEvaluation, SupervisedFile, find_task, sizes_of
+from experiments.loop.supervised import LossEvaluation, SupervisedFile, find_sizes, find_task
 from experiments.models.tokenizer import Tokenizer
 from experiments.sampling.options import SamplingOptions
 from experiments.sampling.policy import SamplerPolicy, Samplers
@@ -78,7 +78,7 @@ def make_inference(
     task = find_task(config) if task is None else task
     model = model or find_model(config, task, None, restored=restored)
     tokenizer = model.tokenizer
-    backend, sizes = make_backend(config, model), sizes or sizes_of(config, task, tokenizer)
+    backend, sizes = make_backend(config, model), sizes or find_sizes(config, task, tokenizer)
     if isinstance(task, SupervisedFile):
         rewards = None
         held_out = task.load(tokenizer).documents["held_out"]

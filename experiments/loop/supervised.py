@@ -71,7 +71,7 @@ def find_task(config: Config) -> "Task | SupervisedFile":
     return config.data.task(config.task, config.seed)
 
 
-def sizes_of(config: Config, task: "Task | SupervisedFile", tokenizer: Tokenizer) -> LengthLimits:
+def find_sizes(config: Config, task: "Task | SupervisedFile", tokenizer: Tokenizer) -> LengthLimits:
     """Returns the static sizes of a run. Slow: all prompts that can be counted are encoded."""
     leaf_rows = config.invariance.leaf_rows if config.invariant else None
     options = config.schedule, parse_mesh(config.mesh), leaf_rows

@@ -8,6 +8,7 @@ Shapes: N heads, D features of a head, H hidden features, V vocabulary entries.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ class GgufFile:
         require(key in self.metadata, "gguf", f"a file with the metadata {key}", f"{len(self.metadata)} other keys")
         return self.metadata[key]
 
-    @property
+    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(int(size) for size in reversed(each.shape)) for name, each in self.tensors.items()}
 

@@ -13,7 +13,7 @@ from experiments.loop import memory
 from experiments.loop.evaluation import AnswerEvaluation, ExactMatch
 from experiments.loop.find_model import find_model
 from experiments.loop.start_report import check_answer_lengths, print_start_report
-from experiments.loop.supervised import sizes_of
+from experiments.loop.supervised import find_sizes
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.models.parameters import abstract_decoder
 from experiments.models.tokenizer import tokenizer_for
@@ -30,7 +30,7 @@ def lines(tmp_path, capsys, rewards=None, **changes):
     config = replace(Config(), **changes).resolved()
     task = make_task(config.task)
     model = find_model(config, task, None, restored=False)
-    sizes, dtype = sizes_of(config, task, model.tokenizer), DtypeChoice("float32", "a reason")
+    sizes, dtype = find_sizes(config, task, model.tokenizer), DtypeChoice("float32", "a reason")
     print_start_report(config, task, model, sizes, tmp_path / "run", dtype, rewards)
     return model, capsys.readouterr().out.splitlines()
 
