@@ -1,8 +1,11 @@
 """Prompts: their order, their maximum length, and the static sizes that follow from it."""
 
+import functools
 from typing import NamedTuple
 
 import jax
+import numpy as np
+from jaxtyping import Int
 
 from experiments.experience.options import RolloutConfig, ScheduleConfig
 from experiments.experience.order import EpochOrder
@@ -17,6 +20,8 @@ MICRO_BATCH_TOKENS = {"cpu": 1024}
 pages of memory in every call, and the system's work on them takes over half of the time of a larger micro-batch."""
 MANY_TOKENS = 16_384
 """The same for all other platforms."""
+ENCODED = 16_384
+"""Number of prompts whose ids, of 4 bytes each, are remembered."""
 
 
 class LengthLimits(NamedTuple):
@@ -86,10 +91,20 @@ def longest_prompt(task: Task, tokenizer: Tokenizer) -> int:
 
 
 def encode(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
-    """The prompt as the model reads it: a text by the tokenizer's own rule, a conversation by the chat template."""
+    """The prompt as the model reads it: a text by the tokenizer's own rule, a conversation by the chat template.
+
+    It is remembered: the start of a run encodes every prompt for its length, and each rollout and evaluation asks again.
+    """
+    return _encoded(tokenizer, prompt if isinstance(prompt, str) else tuple(prompt)).tolist()
+
+
+@functools.lru_cache(ENCODED)
+def _encoded(tokenizer: Tokenizer, prompt: Prompt) -> Int[np.ndarray, " tokens"]:
     if isinstance(prompt, str):
-        return tokenizer.encode_prompt(prompt)
-    return tokenizer.encode_messages([message._asdict() for message in prompt])
+        ids = tokenizer.encode_prompt(prompt)
+    else:
+        ids = tokenizer.encode_messages([message._asdict() for message in prompt])
+    return np.array(ids, np.int32)
 
 
 def encode_prompt(tokenizer: Tokenizer, example: Example, longest: int) -> list[int]:

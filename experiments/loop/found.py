@@ -68,9 +68,10 @@ def find_parts(
     require(rewards is None or not config.supervised, "reward", "none in supervised learning", "your own")
     config = dataclasses.replace(config, task=task.name)
     require_same_run(config, task)
-    model = find_model(config, task, user.model, restored=restored)
-    parts = parts_of(config, task, user, rewards, source, model)
-    sizes = find_sizes(config, task, model.tokenizer)
+    with RunConsole(config.quiet).waiting("reading the model's tables and the task's prompts"):
+        model = find_model(config, task, user.model, restored=restored)
+        parts = parts_of(config, task, user, rewards, source, model)
+        sizes = find_sizes(config, task, model.tokenizer)
     return Found(config, task, rewards, source, model, sizes, parts)
 
 

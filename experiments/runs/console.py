@@ -83,7 +83,7 @@ class RunConsole:
     between two rows off a terminal; None lets the number of rows decide.
     """
 
-    _last_line: ClassVar[float] = 0.0
+    _last_line: ClassVar[float] = time.monotonic()
 
     def __init__(
         self,

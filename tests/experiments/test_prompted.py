@@ -38,6 +38,19 @@ def sizes_of(task, tokenizer, **rollout):
     return length_limits(task, tokenizer, RolloutConfig(**rollout), ScheduleConfig(), mesh=MeshSpec())
 
 
+def test_a_prompt_is_encoded_once_for_each_tokenizer(tokenizers, monkeypatch):
+    """What a caller does with the ids is no matter to the next one."""
+    asked, plain = [], type(tokenizers[0]).encode_prompt
+    spy = lambda tokenizer, text: asked.append(text) or plain(tokenizer, text)  # noqa: E731
+    monkeypatch.setattr(type(tokenizers[0]), "encode_prompt", spy)
+    for tokenizer in tokenizers:
+        first = encode(tokenizer, "asked twice")
+        wanted = first.copy()
+        first.append(0)
+        assert encode(tokenizer, "asked twice") == wanted == plain(tokenizer, "asked twice")
+    assert asked == ["asked twice"] * 2
+
+
 def test_an_instruction_stands_behind_every_prompt_and_the_split_stays():
     plain, task = make_task("addition"), task_of(instruction="Write digits.")
     for split in ("train", "held_out"):

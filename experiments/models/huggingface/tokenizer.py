@@ -20,7 +20,7 @@ from jaxlogp.errors import require
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PretrainedTokenizer:
     """A `Tokenizer` whose prompts go through a chat template; without one, they are plain text after the start token.
 
