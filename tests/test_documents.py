@@ -307,11 +307,14 @@ BAD_DOCUMENTS = {
 
 
 def test_a_sound_document_costs_no_message(monkeypatch):
-    """A step makes hundreds of documents: what a refusal would say is worked out only for a refusal."""
+    """A step makes and packs hundreds: what a refusal would say is worked out only for a refusal."""
 
     def called(*args):
         raise AssertionError(args)
 
+    monkeypatch.setattr("jaxlogp.policy.documents.describe", called)
+    documents = [Document(**DOCUMENT)] * 2
+    assert len(pack_documents(documents, rows=1, row_length=8)[1]) == 0
     monkeypatch.setattr("jaxlogp.policy.documents.require", called)
     Document(**DOCUMENT, support=SUPPORT)
     for dtype in (np.int8, np.uint8, np.int32, np.uint32, np.int64):

@@ -385,7 +385,8 @@ def pack_documents(
     )
     documents = tuple(documents)
     for index, document in enumerate(documents):
-        require(isinstance(document, Document), f"documents[{index}]", "a Document", describe(document))
+        if not isinstance(document, Document):
+            require(False, f"documents[{index}]", "a Document", describe(document))
     starts = row_starts(
         documents, rows=rows, row_length=row_length, share_rows=share_rows, support_capacity=support_capacity
     )
