@@ -282,6 +282,11 @@ CASES = {
         "loss",
         ["PolicyLoss", "function"],
     ),
+    "a fused loss, a mean weight of text": (
+        lambda: jaxlogp.linear_policy_loss(*good_head().values(), *[-floats(*TOKENS)] * 2, mean_weight="1"),
+        "mean_weight",
+        ["number", "'1'"],
+    ),
     "epsilon 0": (lambda: policy(loss=jaxlogp.losses.grpo(epsilon=0.0)), "epsilon", ["0"]),
     "advantages of another shape": (lambda: policy(advantages=floats(6)), "advantages", ["(2, 3)", "(6,)"]),
     "NaN at a label": (lambda: policy(log_probs=floats(*TOKENS).at[1, 2].set(np.nan)), "log_probs", ["nan", "(1, 2)"]),

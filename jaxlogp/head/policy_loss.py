@@ -32,7 +32,7 @@ from jaxlogp.head.support.ids import Support, mask_by_support
 from jaxlogp.losses import LossTokens, PolicyLoss, grpo
 from jaxlogp.losses import loss_tokens as make_loss_tokens
 from jaxlogp.losses.inputs import labels_of
-from jaxlogp.losses.loss import require_loss
+from jaxlogp.losses.loss import check_of_step, require_loss
 from jaxlogp.losses.options import suggest_options
 
 
@@ -177,6 +177,7 @@ def linear_policy_loss(
     missing = lse is not None and old_log_probs is None
     require(not missing, "old_log_probs", "the log-probs that lse belongs to", None)
     of_step = {"labels_per_document": labels_per_document, "mean_weight": mean_weight, "entropy_scale": entropy_scale}
+    check_of_step(**of_step)
     unsharded = (axis_name, vocab, sequence_dim, document_axis_name) == (None,) * 4
     mesh = known_layout(hidden, weight, weight_layout, engine) if unsharded else None
     if mesh is not None:

@@ -153,8 +153,7 @@ def normalized(
 ) -> Float[Array, " tokens"]:
     """Divides weights by their mean over the step; those of a step in which all are 0 stay 0."""
     expected = "the mean of the weights over all labels of the step, for a correction that normalizes"
-    given = mean_weight is not None and jnp.ndim(mean_weight) == 0
-    require(given, "mean_weight", expected, describe(mean_weight))
+    require(mean_weight is not None, "mean_weight", expected, describe(mean_weight))
     mean = jnp.asarray(mean_weight, weights.dtype)
     # Not `mean > 0`, which would hide a NaN.
     return jnp.where(mean == 0.0, weights, weights / jnp.where(mean == 0.0, 1.0, mean))

@@ -4,6 +4,8 @@ Checks of values (finite inputs, document ids in range) run only if the values a
 shapes and dtypes are checked; a NaN at a label then reaches the result.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Shaped
 
 from jaxlogp._arrays import AnyArray
 from jaxlogp._compat import automatic_axes
-from jaxlogp.errors import describe, is_concrete, require, require_floating
+from jaxlogp.errors import describe, is_concrete, is_number, require, require_floating
 
 
 def check_arrays(named: dict[str, AnyArray], mask: Bool[AnyArray, "*tokens"]) -> None:
@@ -85,6 +87,20 @@ def check_log_probs(named: dict[str, AnyArray], mask: Bool[AnyArray, "*tokens"])
         if bad.any():
             first = tuple(int(i) for i in np.argwhere(bad)[0])
             require(False, name, "log-probs of at most 0 at every label", f"{host[first]} at position {first}")
+
+
+def check_number(
+    value: float | np.floating | Float[AnyArray, ""] | None, argument: str, least: float = -math.inf
+) -> None:
+    """Raises ValueError unless `value` is None or one number; a known one has to be finite and at least `least`."""
+    if value is None:
+        return
+    kinds = ("integral", "real floating")
+    one = is_number(value) or is_array(value) and value.shape == () and jnp.isdtype(value.dtype, kinds)
+    known = one and is_concrete(value)
+    expected = "one number, finite" if math.isinf(least) else f"one number, finite and at least {least}"
+    ok = one and (not known or least <= float(value) and math.isfinite(value))
+    require(ok, argument, expected, value if known else describe(value))
 
 
 def is_array(values: object) -> bool:

@@ -28,6 +28,7 @@ from jaxlogp.losses.inputs import (
     advantages_of_tokens,
     check_labels,
     check_log_probs,
+    check_number,
     constant,
     flat,
     labels_of,
@@ -440,6 +441,7 @@ def loss_tokens(
         ValueError: if an argument is refused as in :func:`jaxlogp.policy_loss`.
     """
     require_loss(loss)
+    check_of_step(labels_per_document, mean_weight, entropy_scale)
     given = {"old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs, "sampler_log_probs": sampler_log_probs}
     given = {name: values for name, values in given.items() if values is not None}
     check_log_probs(given, mask)
@@ -503,6 +505,17 @@ def loss_tokens(
     return tokens, reductions.count(loss.reduction, counted, counted_layout)
 
 
+def check_of_step(
+    labels_per_document: float | np.floating | Float[AnyArray, ""] | None,
+    mean_weight: float | np.floating | Float[AnyArray, ""] | None,
+    entropy_scale: float | np.floating | Float[AnyArray, ""] | None,
+) -> None:
+    """Raises ValueError unless the numbers that are those of a whole step are None or numbers in their range."""
+    check_number(labels_per_document, "labels_per_document", least=0)
+    check_number(mean_weight, "mean_weight", least=0)
+    check_number(entropy_scale, "entropy_scale")
+
+
 def loss_layout(
     loss: PolicyLoss,
     mask: Bool[AnyArray, "*tokens"],
@@ -558,7 +571,6 @@ def _entropy_weights(
         return None
     if scale is None:
         return weights
-    require(jnp.ndim(scale) == 0, "entropy_scale", "one number", describe(scale))
     return jnp.asarray(scale, weights.dtype) * weights
 
 
@@ -567,8 +579,7 @@ def _token_mean_weights(
 ) -> Float[Array, " tokens"]:
     """Returns the weights of a token mean in a sum that is divided by documents."""
     why = "the labels of the whole step divided by its documents, for entropy_weights 'labels'"
-    given = labels_per_document is not None and jnp.ndim(labels_per_document) == 0
-    require(given, "labels_per_document", why, describe(labels_per_document))
+    require(labels_per_document is not None, "labels_per_document", why, describe(labels_per_document))
     weight = 1.0 / jnp.maximum(jnp.asarray(labels_per_document, weights.dtype), jnp.finfo(weights.dtype).tiny)
     # A NaN marks a label of no document.
     return jnp.where(weights == 0, 0.0, weight + 0.0 * weights)

@@ -57,6 +57,13 @@ BAD = {
         "labels_per_document",
         "None",
     ),
+    **{
+        f"{name} {value!r}": ({name: value}, name, seen)
+        for name in ("labels_per_document", "mean_weight", "entropy_scale")
+        for value, seen in ((np.nan, "nan"), (np.float32(np.inf), "inf"), ("1", "'1'"), (True, "True"), ([1.0], "[1"))
+    },
+    "labels_per_document negative": ({"labels_per_document": -1.0}, "labels_per_document", "-1.0"),
+    "mean_weight negative": ({"mean_weight": np.float32(-1.0)}, "mean_weight", "-1.0"),
     "ref_log_probs missing": ({"ref_log_probs": None}, "ref_log_probs", "None"),
     "a positive old log-prob": (with_value("old_log_probs", 0.3), "old_log_probs", "0.3"),
     "a positive reference": (with_value("ref_log_probs", 0.3), "ref_log_probs", "0.3"),
