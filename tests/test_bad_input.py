@@ -287,6 +287,12 @@ CASES = {
         "mean_weight",
         ["number", "'1'"],
     ),
+    "an objective that was not called": (
+        lambda: jaxlogp.PolicyLoss("mine", objective=jaxlogp.losses.Clipped),
+        "objective",
+        ["class", "Clipped"],
+    ),
+    "a length that is a bool": (lambda: jaxlogp.losses.dr_grpo(length=True), "length", ["integer", "True"]),
     "epsilon 0": (lambda: policy(loss=jaxlogp.losses.grpo(epsilon=0.0)), "epsilon", ["0"]),
     "advantages of another shape": (lambda: policy(advantages=floats(6)), "advantages", ["(2, 3)", "(6,)"]),
     "NaN at a label": (lambda: policy(log_probs=floats(*TOKENS).at[1, 2].set(np.nan)), "log_probs", ["nan", "(1, 2)"]),

@@ -120,7 +120,8 @@ class PolicyLoss:
     def __post_init__(self) -> None:
         require(isinstance(self.name, str) and self.name != "", "name", "a name", repr(self.name))
         require(self.ratio in RATIOS, "ratio", f"one of {RATIOS}", repr(self.ratio))
-        require(isinstance(self.objective, Objective), "objective", "value(…) and clipped(…)", repr(self.objective))
+        good = isinstance(self.objective, Objective) and not isinstance(self.objective, type)
+        require(good, "objective", "value(…) and clipped(…)", repr(self.objective))
         known = reductions.REDUCTIONS
         require(self.reduction in known, "reduction", f"one of {known}", repr(self.reduction))
         self._check_length()
@@ -185,7 +186,7 @@ class PolicyLoss:
 
     def _check_length(self) -> None:
         if self.reduction == "constant_length":
-            good = isinstance(self.length, int) and self.length > 0
+            good = isinstance(self.length, int) and not isinstance(self.length, bool) and self.length > 0
             require(good, "length", "an integer above 0 for reduction 'constant_length'", repr(self.length))
         else:
             require(self.length is None, "length", f"None for reduction {self.reduction!r}", repr(self.length))
