@@ -91,7 +91,7 @@ def linear_log_probs(
             (supports that differ give NaN); a token without ids is masked. None for the whole vocabulary. Needs
             out_of_vocab "error" and engine "auto", "support_kernels", "support" or "fixed_order".
         temperature: T, a Python number from 2^-126 to 2^126; applied to the logits, so it never rounds the weight.
-        logit_scale: multiplier of the logits (MuP output scale), a finite Python number other than 0.
+        logit_scale: multiplier of the logits (MuP output scale), a Python number of size 2^-126 to 2^126.
         softcap: cap, a Python number from 2^-126 to 2^126, or None. A product that overflows gives NaN.
         with_entropy: whether to return the entropy, at no additional collective.
         with_lse: whether to return log Σ e^z, a constant, for :func:`jaxlogp.linear_policy_loss`.

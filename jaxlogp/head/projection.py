@@ -9,7 +9,6 @@ fp32 operands use precision HIGHEST, never TF32.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,7 +27,7 @@ class HeadSpec:
 
     Attributes:
         temperature: T, a Python number from 2^-126 to 2^126.
-        logit_scale: multiplier of the logits (MuP output scale), a finite Python number other than 0.
+        logit_scale: multiplier of the logits (MuP output scale), a Python number of size 2^-126 to 2^126.
         softcap: cap, a Python number from 2^-126 to 2^126, or None.
         fp32_head: whether to multiply in fp32 regardless of the dtypes of hidden and weight.
 
@@ -48,8 +47,9 @@ class HeadSpec:
     def __post_init__(self) -> None:
         """Raises ``ValueError`` if a number is out of range."""
         require_positive(self.temperature, "temperature")
-        ok = is_number(self.logit_scale) and math.isfinite(self.logit_scale) and self.logit_scale != 0
-        require(ok, "logit_scale", "a finite Python number other than 0", describe(self.logit_scale))
+        ok = is_number(self.logit_scale) and 2.0**-126 <= abs(self.logit_scale) <= 2.0**126
+        expected = "a finite Python number other than 0 (in fp32: of size 2^-126 to 2^126)"
+        require(ok, "logit_scale", expected, describe(self.logit_scale))
         if self.softcap is not None:
             require_positive(self.softcap, "softcap")
         for name in ("temperature", "logit_scale", "softcap"):
