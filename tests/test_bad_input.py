@@ -160,6 +160,7 @@ CASES = {
     "logit scale that is infinite in fp32": (lambda: logits(logit_scale=-1e300), "logit_scale", ["-1e+300"]),
     "unknown out_of_vocab": (lambda: head(out_of_vocab="ignore"), "out_of_vocab", ["error", "zero", "ignore"]),
     "unknown engine": (lambda: head(engine="fastest"), "engine", ["chunked", "fastest"]),
+    "an unknown engine that is not reached": (lambda: head(engine=["chunked", "hoper"]), "engine", ["'hoper'"]),
     "a wrong global vocabulary": (lambda: head(vocab=jaxlogp.VocabShards.even(11, 1)), "vocab", ["10", "11"]),
     "vocab that is a number": (lambda: head(vocab=10), "vocab", ["VocabShards", "10"]),
     "token_chunk 0": (lambda: jaxlogp.head.ChunkedEngine(token_chunk=0), "token_chunk", ["0"]),

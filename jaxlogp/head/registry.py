@@ -125,7 +125,7 @@ def choose_engine(engine: EngineChoice, call: HeadCall) -> tuple[Engine, str]:
         return chosen, "named by the caller"
     candidates = (AUTOMATIC if call.support is None else AUTOMATIC_ON_SUPPORT) if automatic else _sequence(engine)
     refusals = []
-    for candidate in map(named_engine, candidates):
+    for candidate in [named_engine(each) for each in candidates]:
         # Checks without an import first: importing jax-triton changes Triton's settings for the whole process.
         refusal = (candidate.why_not_automatic(call) if automatic else None) or _why_not(candidate, call)
         if refusal is None:
