@@ -24,7 +24,15 @@ from jaxlogp._compat import (
     varying_axes,
 )
 from jaxlogp._vocab import LocalShard, VocabShards, local_shard
-from jaxlogp.errors import describe, require, require_floating, require_ids_in_range, require_integer, require_tokens
+from jaxlogp.errors import (
+    describe,
+    require,
+    require_flags,
+    require_floating,
+    require_ids_in_range,
+    require_integer,
+    require_tokens,
+)
 from jaxlogp.invariance.exact import no_negative_zero
 from jaxlogp.invariance.order import gather_bits, in_mesh_order, segment_tree_sum
 
@@ -74,6 +82,7 @@ def embedding_lookup(
         RL-Align/RL-Kernel pull request 190.
     """
     _check(table, token_ids)
+    require_flags(fixed_order=fixed_order)
     shard = local_shard(table.shape[0], axis_name, vocab, "table")
     require_varying(table, axis_name, "table")
     require_ids_in_range(token_ids, shard.vocab_size, "token_ids")

@@ -24,7 +24,7 @@ from jaxlogp._compat import (
 from jaxlogp._stats import Normaliser, TokenLogProbs, all_reduce, finish, logit_gradient, tile_stats
 from jaxlogp._targets import OUT_OF_VOCAB, LocalTargets, check_targets, localise, mask_cotangents
 from jaxlogp._vocab import VocabShards, local_shard
-from jaxlogp.errors import describe, require
+from jaxlogp.errors import describe, require, require_flags
 from jaxlogp.head.call import require_operand_dtype
 from jaxlogp.head.projection import HeadSpec, finish_logits, product_gradient
 
@@ -85,6 +85,7 @@ def log_probs_from_logits(
     require_operand_dtype(logits, "logits")
     require(logits.ndim >= 1 and logits.shape[-1] > 0, "logits", "shape [*tokens, V] with V > 0", describe(logits))
     spec = HeadSpec(temperature, logit_scale)
+    require_flags(with_entropy=with_entropy, with_lse=with_lse)
     require(out_of_vocab in OUT_OF_VOCAB, "out_of_vocab", f"one of {OUT_OF_VOCAB}", repr(out_of_vocab))
     tokens, rows = logits.shape[:-1], logits.shape[-1]
     shard = local_shard(rows, axis_name, vocab, "logits")

@@ -71,6 +71,12 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
+def require_flags(**flags: Any) -> None:
+    """Raises ``ValueError`` unless every flag is True or False: any text is true, "no" as well."""
+    for argument, value in flags.items():
+        require(isinstance(value, (bool, np.bool_)), argument, "True or False", describe(value))
+
+
 def require_positive(value: Any, argument: str) -> None:
     """Raises ``ValueError`` unless ``value`` is a Python number > 0 that fp32 holds, like its reciprocal.
 

@@ -15,7 +15,7 @@ from jaxlogp._reduce import WeightedSum
 from jaxlogp._stats import TokenLogProbs
 from jaxlogp._targets import check_targets
 from jaxlogp._vocab import VocabShards
-from jaxlogp.errors import describe, require
+from jaxlogp.errors import describe, require, require_flags
 from jaxlogp.head.call import HeadCall, HeadWeight, check_operands, head_call
 from jaxlogp.head.loss_sum import loss_and_values
 from jaxlogp.head.over_mesh import (
@@ -174,6 +174,7 @@ def linear_policy_loss(
         return WeightedSum(total, count, loss.grad_divisor), values
 
     check_operands(hidden, weight, bias, weight_layout)
+    require_flags(with_entropy=with_entropy, with_lse=with_lse, frozen_head=frozen_head)
     missing = lse is not None and old_log_probs is None
     require(not missing, "old_log_probs", "the log-probs that lse belongs to", None)
     of_step = {"labels_per_document": labels_per_document, "mean_weight": mean_weight, "entropy_scale": entropy_scale}

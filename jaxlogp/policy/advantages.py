@@ -9,7 +9,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxlogp._arrays import AnyArray, compute_dtype
-from jaxlogp.errors import describe, is_concrete, is_number, require, require_floating, require_integer
+from jaxlogp.errors import (
+    describe,
+    is_concrete,
+    is_number,
+    require,
+    require_flags,
+    require_floating,
+    require_integer,
+)
 from jaxlogp.losses.inputs import is_array
 
 SCALE_REWARDS = ("group", "batch", "none")
@@ -157,6 +165,7 @@ def batch_advantages(
         REINFORCE++, arXiv:2501.03262.
     """
     _check_epsilon(epsilon)
+    require_flags(baseline=baseline)
     groups = _groups(rewards, group_ids)
     wide = _wide(rewards)
     degenerate = groups.max(wide) == groups.min(wide)

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxlogp._arrays import AnyArray
-from jaxlogp.errors import describe, is_integer, is_number, require
+from jaxlogp.errors import describe, is_integer, is_number, require, require_flags
 from jaxlogp.head.support.ids import PADDING_ID, Support
 
 PADDING_SEGMENT = -1
@@ -379,6 +379,7 @@ def pack_documents(
     for name, value in {"rows": rows, "row_length": row_length}.items():
         require(is_integer(value) and value > 0, name, "an integer above 0", repr(value))
     require(is_integer(pad_id) and pad_id >= 0, "pad_id", "a token id of at least 0", repr(pad_id))
+    require_flags(share_rows=share_rows)
     given = support_capacity
     require(
         given is None or (is_integer(given) and given > 0), "support_capacity", "an integer above 0, or None", given
