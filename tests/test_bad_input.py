@@ -141,6 +141,18 @@ CASES = {
         "targets",
         ["-100", "(1, 0)"],
     ),
+    "targets in a list": (lambda: head(targets=[[0] * 3] * 2), "targets", ["integer", "list"]),
+    "mask in a list": (lambda: head(mask=[[True] * 3] * 2), "mask", ["bool", "list"]),
+    "a fused loss, targets in a list": (
+        lambda: jaxlogp.linear_policy_loss(*[*good_head().values()][:2], [[0] * 3] * 2, *[-floats(*TOKENS)] * 2),
+        "targets",
+        ["integer", "list"],
+    ),
+    "a fused loss, a text in place of a support": (
+        lambda: jaxlogp.linear_policy_loss(*good_head().values(), *[-floats(*TOKENS)] * 2, support="ids"),
+        "support",
+        ["Support", "'ids'"],
+    ),
     "mask of another shape": (lambda: head(mask=jnp.ones((2, 2), bool)), "mask", ["(2, 3)", "(2, 2)"]),
     "mask of numbers": (lambda: head(mask=floats(*TOKENS)), "mask", ["bool", "float32"]),
     "bias of another length": (lambda: head(bias=floats(9)), "bias", ["10", "9"]),

@@ -15,7 +15,7 @@ from jaxlogp._stats import TokenLogProbs
 from jaxlogp._targets import check_targets
 from jaxlogp._vocab import VocabShards
 from jaxlogp.errors import describe, require, require_flags
-from jaxlogp.head.call import HeadWeight, check_operands, head_call
+from jaxlogp.head.call import HeadWeight, check_kinds, check_operands, head_call
 from jaxlogp.head.engine import Engine
 from jaxlogp.head.over_mesh import (
     Layout,
@@ -150,6 +150,7 @@ def linear_log_probs(
 
     check_operands(hidden, weight, bias, weight_layout)
     require_flags(with_entropy=with_entropy, with_lse=with_lse, frozen_head=frozen_head)
+    check_kinds(targets, mask, support)
     unsharded = axis_name is None and vocab is None and sequence_dim is None
     mesh = known_layout(hidden, weight, weight_layout, engine) if unsharded else None
     if mesh is not None:

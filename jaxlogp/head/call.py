@@ -22,7 +22,7 @@ from jaxlogp._compat import (
 from jaxlogp._stats import TokenLogProbs
 from jaxlogp._targets import OUT_OF_VOCAB, LocalTargets, check_targets, localise, mask_cotangents
 from jaxlogp._vocab import VocabShards, local_shard
-from jaxlogp.errors import describe, require, require_floating
+from jaxlogp.errors import describe, require, require_floating, require_integer
 from jaxlogp.head.projection import HeadSpec, dot
 from jaxlogp.head.support.ids import Support, check_support, mask_by_support
 from jaxlogp.head.support.local import LocalSupport, localise_support
@@ -316,6 +316,14 @@ def check_operands(hidden: Any, weight: Any, bias: Any, weight_layout: str = "vh
     if bias is not None:
         require_operand_dtype(bias, "bias")
         require(bias.shape == (columns,), "bias", f"shape {(columns,)}", describe(bias))
+
+
+def check_kinds(targets: Any, mask: Any, support: Any) -> None:
+    """Raises ``ValueError`` for what is no array of the right dtype: JAX reads the types of all operands first."""
+    require_integer(targets, "targets")
+    ok = mask is None or getattr(mask, "dtype", None) == jnp.bool_
+    require(ok, "mask", "an array of dtype bool", describe(mask))
+    require(support is None or isinstance(support, Support), "support", "a Support", describe(support))
 
 
 def require_operand_dtype(array: Any, argument: str) -> None:

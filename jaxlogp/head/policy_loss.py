@@ -16,7 +16,7 @@ from jaxlogp._stats import TokenLogProbs
 from jaxlogp._targets import check_targets
 from jaxlogp._vocab import VocabShards
 from jaxlogp.errors import describe, require, require_flags
-from jaxlogp.head.call import HeadCall, HeadWeight, check_operands, head_call
+from jaxlogp.head.call import HeadCall, HeadWeight, check_kinds, check_operands, head_call
 from jaxlogp.head.loss_sum import loss_and_values
 from jaxlogp.head.over_mesh import (
     Layout,
@@ -175,6 +175,7 @@ def linear_policy_loss(
 
     check_operands(hidden, weight, bias, weight_layout)
     require_flags(with_entropy=with_entropy, with_lse=with_lse, frozen_head=frozen_head)
+    check_kinds(targets, mask, support)
     missing = lse is not None and old_log_probs is None
     require(not missing, "old_log_probs", "the log-probs that lse belongs to", None)
     of_step = {"labels_per_document": labels_per_document, "mean_weight": mean_weight, "entropy_scale": entropy_scale}
