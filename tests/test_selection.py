@@ -177,3 +177,19 @@ BAD = {
 def test_bad_input_names_the_argument(name):
     with pytest.raises(ValueError, match=f"^{name.strip()}: expected .*, got "):
         BAD[name]()
+
+
+def test_a_hidden_nan_reaches_the_advantages():
+    """Under jit nothing is refused: a label without an entropy must not pass for one of low entropy."""
+    entropy, mask = np.float32([1.0, np.nan, 2.0, 0.0]), np.array([True, True, True, False])
+    assert np.isnan(jax.jit(entropy_threshold)(entropy, mask))
+    kept = jax.jit(lambda x, t: high_entropy_advantages(np.ones(4, np.float32), x, mask, threshold=t))
+    np.testing.assert_array_equal(kept(entropy, 1.5), [0.0, np.nan, 1.0, 0.0])
+    np.testing.assert_array_equal(kept(np.ones(4, np.float32), np.nan), [np.nan] * 3 + [0.0])
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("threshold", [np.nan, "0.5", None, True, [0.5]])
+def test_a_threshold_is_a_number(threshold):
+    with pytest.raises(ValueError, match="^threshold: expected one number"):
+        high_entropy_advantages(np.ones(3, np.float32), np.ones(3, np.float32), threshold=threshold)

@@ -8,15 +8,17 @@ objectives are those of labels: with the ratio "sequence" the mean advantage of 
 computed from them. Those of a micro-batch would make the loss depend on how the step is divided.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jaxlogp._arrays import AnyArray, compute_dtype
-from jaxlogp.errors import describe, is_number, require
-from jaxlogp.losses.inputs import advantages_of_tokens, check_labels, constant, flat, labels_of, shape_of
+from jaxlogp._arrays import AnyArray, compute_dtype, nan_where
+from jaxlogp.errors import describe, is_concrete, is_number, require
+from jaxlogp.losses.inputs import advantages_of_tokens, check_labels, constant, flat, is_array, labels_of, shape_of
 
 
 def entropy_threshold(
@@ -55,7 +57,9 @@ def entropy_threshold(
     lower = jnp.floor(position).astype(jnp.int32)
     upper = jnp.minimum(lower + 1, jnp.maximum(count - 1, 0))
     value = values[lower] + (position - lower.astype(dtype)) * (values[upper] - values[lower])
-    return jnp.where(count > 0, value, jnp.inf)
+    # Sorting would put a NaN behind the masked entries, where it is cut off.
+    broken = jnp.any(labels & ~jnp.isfinite(flat(entropy)))
+    return nan_where(broken, jnp.where(count > 0, value, jnp.inf))
 
 
 def high_entropy_advantages(
@@ -89,10 +93,15 @@ def high_entropy_advantages(
     mask = labels_of(mask, shape_of(entropy, "entropy"))
     advantages = advantages_of_tokens(advantages, mask)
     check_labels({"advantages": advantages, "entropy": entropy}, mask)
-    require(jnp.ndim(threshold) == 0, "threshold", "one number", describe(threshold))
+    one = is_number(threshold) or is_array(threshold) and threshold.shape == ()
+    require(one, "threshold", "one number", describe(threshold))
+    known_nan = is_concrete(threshold) and math.isnan(float(threshold))
+    require(not known_nan, "threshold", "one number, not NaN", threshold)
     dtype = compute_dtype(entropy)
     entropy = jnp.where(mask, jnp.asarray(entropy).astype(dtype), -jnp.inf)
-    return _kept(advantages, mask & (entropy >= jnp.asarray(threshold).astype(dtype)))
+    threshold = jnp.asarray(threshold).astype(dtype)
+    unknown = mask & (jnp.isnan(entropy) | jnp.isnan(threshold))
+    return nan_where(unknown, _kept(advantages, mask & (entropy >= threshold)))
 
 
 def label_covariances(
