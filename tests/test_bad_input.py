@@ -303,6 +303,16 @@ CASES = {
     "a schedule of a text": (lambda: jaxlogp.DocumentSchedule("512"), "docs_per_step", ["integer", "'512'"]),
     "a turn of floats": (lambda: jaxlogp.Trajectory([1.5]), "ids", ["integers", "1.5"]),
     "a turn of text": (lambda: jaxlogp.Trajectory("ab"), "ids", ["integers", "'ab'"]),
+    "lengths beyond int32": (
+        lambda: jaxlogp.length_weighted_advantages(floats(1, 2), np.array([[3, 2**40]])),
+        "lengths",
+        ["2147483647", "1099511627776"],
+    ),
+    "a punished length beyond int32": (
+        lambda: jaxlogp.soft_overlong_punishment(np.array([2**40]), max_length=8, buffer=2),
+        "lengths",
+        ["2147483647", "1099511627776"],
+    ),
     # policy loss
     "a name in place of a loss": (lambda: policy(loss="grpo"), "loss", ["PolicyLoss", "grpo"]),
     "a preset that was not called": (lambda: policy(loss=jaxlogp.losses.grpo), "loss", ["PolicyLoss", "function"]),

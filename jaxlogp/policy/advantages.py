@@ -375,6 +375,8 @@ def _lengths(lengths: Integer[AnyArray, "*rewards"], rewards: Float[AnyArray, "*
     if is_concrete(lengths):
         smallest = int(np.asarray(lengths).min())
         require(smallest >= 0, "lengths", "numbers of at least 0", smallest)
+        largest, most = int(np.asarray(lengths).max()), int(np.iinfo(np.int32).max)
+        require(largest <= most, "lengths", f"numbers of at most {most}", largest)
     return jnp.asarray(lengths)
 
 

@@ -49,6 +49,8 @@ def soft_overlong_punishment(
     if is_concrete(lengths) and lengths.size > 0:
         smallest = int(np.asarray(lengths).min())
         require(smallest >= 0, "lengths", "numbers of at least 0", smallest)
+        largest, most = int(np.asarray(lengths).max()), int(np.iinfo(np.int32).max)
+        require(largest <= most, "lengths", f"numbers of at most {most}", largest)
     beyond = as_int32(lengths) - (max_length - buffer)
     share = beyond.astype(jnp.float32) / buffer if buffer > 0 else (beyond > 0).astype(jnp.float32)
     return 0.0 - factor * jnp.clip(share, 0.0, 1.0)
