@@ -233,7 +233,7 @@ def test_a_grad_divisor_of_the_step_is_one_number_and_the_only_one():
     with pytest.raises(ValueError, match="^grad_divisor: expected None, since the loss has one, 3.0, got "):
         part.finish(2.0)
     plain = micro_sums(jnp.asarray(make_table()), cut(1)[0], "grpo", "length")
-    with pytest.raises(ValueError, match="^grad_divisor: expected a single number, got "):
+    with pytest.raises(ValueError, match="^grad_divisor: expected one number, finite and at least 0, got "):
         plain.finish(jnp.ones(2))
 
 

@@ -300,6 +300,17 @@ CASES = {
         ["Document", "list [1, 2, 3]"],
     ),
     "rows that are no integer": (lambda: jaxlogp.pack_documents([], rows=1.5, row_length=4), "rows", ["1.5"]),
+    "gradient sums of integers": (
+        lambda: jaxlogp.StepSums.of(floats(2), jaxlogp.weighted_sum(floats(2)), gradient_dtype=jnp.int32),
+        "gradient_dtype",
+        ["floating", "int32"],
+    ),
+    "a mean in place of a sum": (lambda: jaxlogp.StepSums.of(floats(2), floats()), "loss", ["WeightedSum", "float32"]),
+    "a negative gradient divisor": (
+        lambda: jaxlogp.StepSums.of(floats(2), jaxlogp.weighted_sum(floats(2))).finish(-2.0),
+        "grad_divisor",
+        ["-2.0"],
+    ),
     "a schedule of a text": (lambda: jaxlogp.DocumentSchedule("512"), "docs_per_step", ["integer", "'512'"]),
     "a turn of floats": (lambda: jaxlogp.Trajectory([1.5]), "ids", ["integers", "1.5"]),
     "a turn of text": (lambda: jaxlogp.Trajectory("ab"), "ids", ["integers", "'ab'"]),

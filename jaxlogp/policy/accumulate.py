@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from jaxlogp._arrays import AnyArray, compute_dtype
 from jaxlogp._reduce import WeightedSum
 from jaxlogp.errors import describe, is_integer, require
+from jaxlogp.losses.inputs import check_number
 from jaxlogp.policy.metrics import PolicyMetricTerms
 
 
@@ -67,7 +68,13 @@ class StepSums:
             gradient_dtype: dtype of the gradient's sums, regardless of the dtype of the parameters; None for fp32. bfloat16
                 halves their memory, rounds once for every micro-batch, and stops growing after some 256 of them. Loss,
                 counts and metrics do not depend on it.
+
+        Raises:
+            ValueError: if the loss is no WeightedSum, or the dtype not a floating-point one.
         """
+        require(isinstance(loss, WeightedSum), "loss", "a WeightedSum", describe(loss))
+        floating = gradient_dtype is None or jnp.issubdtype(jnp.dtype(gradient_dtype), jnp.floating)
+        require(floating, "gradient_dtype", "a floating-point dtype, or None", repr(gradient_dtype))
         gradients = jax.tree.map(lambda x: x.astype(gradient_dtype or compute_dtype(x)), gradients)
         return cls(gradients, loss, PolicyMetricTerms({}) if metrics is None else metrics)
 
@@ -126,7 +133,8 @@ class StepSums:
                 without documents, divides by 1.
 
         Raises:
-            ValueError: if the loss has a grad_divisor of its own, or the given one is no single number.
+            ValueError: if the loss has a grad_divisor of its own, or the given one is no single number, or known to be
+                negative or not finite.
 
         Example:
             Where each micro-batch was divided by the documents of the step, and then by their number once more:
@@ -139,7 +147,7 @@ class StepSums:
         divisor = self.loss.grad_divisor
         if grad_divisor is not None:
             require(divisor is None, "grad_divisor", f"None, since the loss has one, {divisor}", describe(grad_divisor))
-            require(jnp.ndim(grad_divisor) == 0, "grad_divisor", "a single number", describe(grad_divisor))
+            check_number(grad_divisor, "grad_divisor", least=0)
             given = jnp.asarray(grad_divisor)
             divisor = jnp.where(given == 0, jnp.ones_like(given), given)
         if divisor is None:
