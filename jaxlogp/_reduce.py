@@ -62,8 +62,10 @@ class WeightedSum:
         require(ok, "grad_divisor", "a finite Python number above 0, or None", describe(divisor))
 
     def __add__(self, other: "WeightedSum") -> "WeightedSum":
-        """Adds sums and counts; both sides must agree on ``grad_divisor``."""
+        """Adds sums and counts; both sides must agree on their shapes and on ``grad_divisor``."""
         require(isinstance(other, WeightedSum), "other", "a WeightedSum", describe(other))
+        shapes, others = ((jnp.shape(x.sum), jnp.shape(x.count)) for x in (self, other))
+        require(shapes == others, "other", f"sum and count of shapes {shapes}", others)
         same = self.grad_divisor == other.grad_divisor
         require(same, "other.grad_divisor", f"the same as self's, {self.grad_divisor}", other.grad_divisor)
         return WeightedSum(self.sum + other.sum, self.count + other.count, self.grad_divisor)

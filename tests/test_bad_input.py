@@ -294,6 +294,11 @@ CASES = {
         "mask",
         ["(4,)", "(3,)"],
     ),
+    "adding weighted sums of different shapes": (
+        lambda: jaxlogp.WeightedSum(floats(3), ids(3)) + jaxlogp.WeightedSum(floats(), ids()),
+        "other",
+        ["(3,)", "()"],
+    ),
     "packing what is no document": (
         lambda: jaxlogp.pack_documents([[1, 2, 3]], rows=1, row_length=4),
         "documents",
