@@ -318,6 +318,23 @@ CASES = {
     ),
     "a schedule of a text": (lambda: jaxlogp.DocumentSchedule("512"), "docs_per_step", ["integer", "'512'"]),
     "a turn of floats": (lambda: jaxlogp.Trajectory([1.5]), "ids", ["integers", "1.5"]),
+    "a turn beyond int32": (lambda: jaxlogp.Trajectory([2**40]), "ids", ["2147483647", "1099511627776"]),
+    "a drawn id that is no sequence": (lambda: jaxlogp.Trajectory([5]).add_drawn(6, -0.5), "ids", ["sequence", "6"]),
+    "a log-prob that is no sequence": (
+        lambda: jaxlogp.Trajectory([5]).add_drawn([6], -0.5),
+        "log_probs",
+        ["1 numbers", "-0.5"],
+    ),
+    "a column in a list": (
+        lambda: jaxlogp.Document.of_completion([5], [6], columns={"ref_log_probs": [-0.5]}),
+        "ref_log_probs",
+        ["array", "list [-0.5]"],
+    ),
+    "lists in place of a document's support": (
+        lambda: jaxlogp.Document.of_completion([5], [6], support=[[6]]),
+        "support",
+        ["Support", "list [[6]]"],
+    ),
     "a turn of text": (lambda: jaxlogp.Trajectory("ab"), "ids", ["integers", "'ab'"]),
     "lengths beyond int32": (
         lambda: jaxlogp.length_weighted_advantages(floats(1, 2), np.array([[3, 2**40]])),

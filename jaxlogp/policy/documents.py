@@ -129,6 +129,7 @@ class Document:
             require(log_probs.shape == parts[1].shape, "log_probs", expected, log_probs.shape)
             log_probs = log_probs[parts[1].size - int(labels.sum()) :]
         if support is not None:
+            _require_support(support)
             expected = f"shape {parts[1].shape} of the completion"
             require(support.counts.shape == parts[1].shape, "support.counts", expected, support.counts.shape)
             support = support.part(parts[1].size - int(labels.sum()), parts[1].size)
@@ -154,6 +155,8 @@ class Document:
             require(False, name, "log-probs of at most 0", values.max())
 
     def _check_column(self, name: str, values: np.ndarray) -> None:
+        if not hasattr(values, "shape"):
+            require(False, name, f"an array of shape {self.label_positions.shape} of the labels", describe(values))
         if values.shape != self.label_positions.shape:
             require(False, name, f"shape {self.label_positions.shape} of the labels", values.shape)
         if values.dtype.kind != "f":
@@ -162,6 +165,7 @@ class Document:
             require(False, name, "finite values", values[~np.isfinite(values)][:1])
 
     def _check_support(self, support: Support) -> None:
+        _require_support(support)
         labels = self.label_positions.shape
         ids, counts = np.asarray(support.ids), np.asarray(support.counts)
         if counts.shape != labels or counts.dtype.kind not in "iu" or not (counts > 0).all():
@@ -192,6 +196,11 @@ class Document:
             require(False, "versions", expected, describe(self.versions))
         if versions.size and not 0 <= versions.min() <= versions.max() <= _INT32_MAX:
             require(False, "versions", f"integers in [0, {_INT32_MAX}]", describe(self.versions))
+
+
+def _require_support(support: object) -> None:
+    if not isinstance(support, Support):
+        require(False, "support", "a Support, or None", describe(support))
 
 
 class Trajectory:
@@ -235,7 +244,11 @@ class Trajectory:
             ValueError: if their numbers differ, or if there is no context before them.
         """
         require(len(self.tokens) > 0, "ids", "context before the first token that is drawn", "none")
-        require(len(ids) == len(log_probs), "log_probs", f"{len(ids)} numbers, one for each id", len(log_probs))
+        number = _ids(ids).size
+        found = len(log_probs) if np.ndim(log_probs) == 1 else describe(log_probs)
+        require(found == number, "log_probs", f"{number} numbers, one for each id", found)
+        if support is not None:
+            _require_support(support)
         if self._supports:
             known = self._supports[0] is not None
             expected = "one, as for the tokens drawn before" if known else "None, as for the tokens drawn before"
@@ -253,11 +266,18 @@ class Trajectory:
         return Document(tokens, labels, sampler_log_probs=log_probs, support=support, **rest)
 
     def _add(self, ids: Sequence[int] | Integer[AnyArray, " ids"], drawn: bool) -> None:
-        array = np.asarray(ids)
-        is_ids = array.ndim == 1 and (array.size == 0 or np.issubdtype(array.dtype, np.integer))
-        require(is_ids, "ids", "a sequence of token ids, which are integers", describe(ids))
+        array = _ids(ids)
         self.tokens += array.tolist()
-        self._labels += [drawn] * len(ids)
+        self._labels += [drawn] * array.size
+
+
+def _ids(ids: Sequence[int] | Integer[AnyArray, " ids"]) -> np.ndarray:
+    array = np.asarray(ids)
+    is_ids = array.ndim == 1 and (array.size == 0 or np.issubdtype(array.dtype, np.integer))
+    require(is_ids, "ids", "a sequence of token ids, which are integers", describe(ids))
+    if array.size and not 0 <= array.min() <= array.max() <= _INT32_MAX:
+        require(False, "ids", f"token ids in [0, {_INT32_MAX}]", (int(array.min()), int(array.max())))
+    return array
 
 
 def _check_tokens(tokens: np.ndarray) -> None:
