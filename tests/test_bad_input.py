@@ -304,6 +304,16 @@ CASES = {
         "documents",
         ["Document", "list [1, 2, 3]"],
     ),
+    "packing, one column's name": (
+        lambda: jaxlogp.pack_documents([], rows=1, row_length=4, columns="ref_log_probs"),
+        "columns",
+        ["sequence", "'ref_log_probs'"],
+    ),
+    "packing, a padding beyond int32": (
+        lambda: jaxlogp.pack_documents([], rows=1, row_length=4, pad_id=2**31),
+        "pad_id",
+        ["2147483648"],
+    ),
     "rows that are no integer": (lambda: jaxlogp.pack_documents([], rows=1.5, row_length=4), "rows", ["1.5"]),
     "gradient sums of integers": (
         lambda: jaxlogp.StepSums.of(floats(2), jaxlogp.weighted_sum(floats(2)), gradient_dtype=jnp.int32),

@@ -398,7 +398,9 @@ def pack_documents(
     """
     for name, value in {"rows": rows, "row_length": row_length}.items():
         require(is_integer(value) and value > 0, name, "an integer above 0", repr(value))
-    require(is_integer(pad_id) and pad_id >= 0, "pad_id", "a token id of at least 0", repr(pad_id))
+    good = is_integer(pad_id) and 0 <= pad_id <= _INT32_MAX
+    require(good, "pad_id", f"a token id of at least 0 and at most {_INT32_MAX}", repr(pad_id))
+    require(not isinstance(columns, str), "columns", "a sequence of names", repr(columns))
     require_flags(share_rows=share_rows)
     given = support_capacity
     require(
