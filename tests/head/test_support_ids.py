@@ -77,3 +77,20 @@ def test_what_is_wrong_is_named(name):
     call, message = ERRORS[name]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "call, argument",
+    [
+        (lambda support: support.part(-1, 2), "start, stop"),
+        (lambda support: support.part(0, 4), "start, stop"),
+        (lambda support: support.of_tokens(np.array([-1])), "index"),
+        (lambda support: support.of_tokens(np.array([3])), "index"),
+        (lambda support: support.from_lists([7, 3, 5]), "ids"),
+        (lambda support: support.from_lists(7), "ids"),
+    ],
+)
+def test_tokens_that_are_not_there_are_refused(call, argument):
+    with pytest.raises(ValueError, match=f"^{argument}: expected "):
+        call(Support.from_lists([[7], [3, 5], [2]]))

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Integer, Shaped
 
 from jaxlogp._arrays import AnyArray, as_int32
-from jaxlogp.errors import describe, is_concrete, require, require_integer, require_mask
+from jaxlogp.errors import describe, is_concrete, require, require_ids_in_range, require_integer, require_mask
 
 PADDING_ID = -1
 _MOST_IDS = 2**31
@@ -58,6 +58,9 @@ class Support:
         Raises:
             ValueError: if an id is negative or occurs twice in a token, or the ids exceed the capacity.
         """
+        listed = np.ndim(ids) > 0 if hasattr(ids, "ndim") else isinstance(ids, Sequence)
+        listed = listed and all(hasattr(kept, "__len__") for kept in ids)
+        require(listed, "ids", "one list of ids per token", describe(ids))
         counts = np.array([len(kept) for kept in ids], np.int64)
         return cls._checked(list(chain.from_iterable(ids)), counts, capacity, shape)
 
@@ -146,6 +149,8 @@ class Support:
             [3, 5, 2]
         """
         counts = np.asarray(self.counts)
+        expected = f"0 <= start <= stop <= {len(counts)}, the number of tokens"
+        require(0 <= start <= stop <= len(counts), "start, stop", expected, (start, stop))
         first = int(counts[:start].sum())
         return Support(
             np.asarray(self.ids)[first : first + int(counts[start:stop].sum())].copy(), counts[start:stop].copy()
@@ -165,6 +170,8 @@ class Support:
             >>> part.ids.tolist(), part.counts.tolist()
             ([2, 3, 5, -1], [1, 2])
         """
+        require_integer(index, "index")
+        require_ids_in_range(index, self.counts.size, "index")
         flat, capacity = as_int32(self.counts.reshape(-1)), self.ids.shape[0]
         starts, own = (values_at(x, index.reshape(-1), 0) for x in (jnp.cumsum(flat, dtype=jnp.int32) - flat, flat))
         ends = jnp.cumsum(own, dtype=jnp.int32)
