@@ -119,6 +119,7 @@ CASES = {
         ["(0, 4)", "(5, 9)"],
     ),
     "range that is no pair": (lambda: jaxlogp.VocabShards.from_ranges([(0, 4, 9)], 9), "ranges", ["(0, 4, 9)"]),
+    "edges in place of ranges": (lambda: jaxlogp.VocabShards.from_ranges([0, 4, 9], 9), "ranges", ["pairs", "int 0"]),
     # linear_log_probs
     "hidden of another width": (lambda: head(hidden=floats(*TOKENS, 5)), "hidden", ["4", "5"]),
     "hidden of integers": (lambda: head(hidden=ids(*TOKENS, HIDDEN)), "hidden", ["int32"]),
