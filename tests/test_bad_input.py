@@ -192,6 +192,13 @@ CASES = {
     "vocab that is a number": (lambda: head(vocab=10), "vocab", ["VocabShards", "10"]),
     "token_chunk 0": (lambda: jaxlogp.head.ChunkedEngine(token_chunk=0), "token_chunk", ["0"]),
     "vocab_tile below 0": (lambda: jaxlogp.head.ChunkedEngine(vocab_tile=-8), "vocab_tile", ["-8"]),
+    "token_chunk a bool": (lambda: jaxlogp.head.ChunkedEngine(token_chunk=True), "token_chunk", ["True"]),
+    "chunk a bool": (
+        lambda: jaxlogp.check_invariance(lambda h, w, t: h[:, 0], floats(8, 4), floats(9, 4), ids(8), chunk=True),
+        "chunk",
+        ["True"],
+    ),
+    "documents_seen a bool": (lambda: jaxlogp.staleness_terms(True, ids(2)), "documents_seen", ["bool True"]),
     # the sharded head
     "a wrong global vocabulary in shard_map": (
         lambda: head_in_shard_map(3, jaxlogp.VocabShards.even(20, 4)),
@@ -225,6 +232,7 @@ CASES = {
         "weight",
         ["16", "12"],
     ),
+    "sharded, sequence_dim a bool": (lambda: sharded_head(sequence_dim=False), "sequence_dim", ["False"]),
     "sharded, axis_name given": (lambda: sharded_head(axis_name="tensor"), "axis_name", ["vocab_axis", "tensor"]),
     "sharded, an active target too large": (
         lambda: sharded_head(targets=ids(4, 3).at[3, 2].set(12)),

@@ -127,7 +127,7 @@ def layout_of(
     ok = len(tokens) > 0 and tokens[0] % split == 0
     require(ok, "hidden", f"a first dimension divisible by {split}", f"shape {hidden.shape}")
     if sequence_dim is not None:
-        ok = isinstance(sequence_dim, int) and 0 <= sequence_dim < len(tokens)
+        ok = isinstance(sequence_dim, int) and not isinstance(sequence_dim, bool) and 0 <= sequence_dim < len(tokens)
         require(ok, "sequence_dim", f"a dimension of the tokens {tokens}", repr(sequence_dim))
         parts = mesh.shape[vocab_axis] * (split if sequence_dim == 0 else 1)
         expected = f"a dimension {sequence_dim} divisible by {parts}"

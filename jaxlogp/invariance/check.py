@@ -245,7 +245,8 @@ def _checked(hidden: AnyArray, weight: AnyArray, targets: AnyArray, chunk: int) 
     require(fits, "weight", f"shape [V, {hidden.shape[1]}]", describe(weight))
     require(targets.shape == hidden.shape[:1], "targets", f"shape {hidden.shape[:1]}", describe(targets))
     require(is_concrete(hidden, weight, targets), "hidden, weight, targets", "known values", "traced arrays")
-    require(isinstance(chunk, int) and chunk > 0, "chunk", "an integer > 0", chunk)
+    ok = isinstance(chunk, int) and not isinstance(chunk, bool) and chunk > 0
+    require(ok, "chunk", "an integer > 0", chunk)
     return np.asarray(hidden), np.asarray(weight), np.asarray(targets)
 
 

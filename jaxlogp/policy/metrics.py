@@ -425,6 +425,7 @@ def staleness_terms(
     require(model_versions.shape == mask.shape, "model_versions", f"shape {mask.shape} of mask", model_versions.shape)
     versions_dtype = model_versions.dtype
     good = isinstance(documents_seen, int) or is_array(documents_seen) and jnp.issubdtype(documents_seen.dtype, signed)
+    good = good and not isinstance(documents_seen, bool)
     require(good, "documents_seen", "a signed integer", describe(documents_seen))
     require(np.ndim(documents_seen) == 0, "documents_seen", "one number", describe(documents_seen))
     seen_dtype = versions_dtype if isinstance(documents_seen, int) else documents_seen.dtype

@@ -72,7 +72,8 @@ class ChunkedEngine(Engine):
         check_filter(self.gradient_filter)
         for argument in ("token_chunk", "vocab_tile"):
             value = getattr(self, argument)
-            require(isinstance(value, int) and value > 0, argument, "an integer > 0", value)
+            ok = isinstance(value, int) and not isinstance(value, bool) and value > 0
+            require(ok, argument, "an integer > 0", value)
 
     def forward(self, call: HeadCall) -> tuple[TokenLogProbs, _Kept]:
         """Computes statistics block by block."""
