@@ -121,9 +121,10 @@ class VocabShards:
             ValueError: if a range is negative or empty, or two ranges are unsorted, overlap or leave a hole.
         """
         require(hasattr(ranges, "__iter__"), "ranges", "pairs (start, end) of integers", describe(ranges))
-        for pair in ranges:
+        pairs = tuple(ranges)
+        for pair in pairs:
             require(hasattr(pair, "__iter__"), "ranges", "pairs (start, end) of integers", describe(pair))
-        return cls(tuple(tuple(int(e) if is_integer(e) else e for e in pair) for pair in ranges), vocab_size)
+        return cls(tuple(tuple(int(e) if is_integer(e) else e for e in pair) for pair in pairs), vocab_size)
 
     @property
     def num_shards(self) -> int:
