@@ -98,7 +98,7 @@ def check_number(
     kinds = ("integral", "real floating")
     one = is_number(value) or is_array(value) and value.shape == () and jnp.isdtype(value.dtype, kinds)
     known = one and is_concrete(value)
-    expected = "one number, finite" if math.isinf(least) else f"one number, finite and at least {least}"
+    expected = "one number, finite" if math.isinf(least) else f"one number, finite and at least {least:g}"
     ok = one and (not known or least <= float(value) and math.isfinite(value))
     require(ok, argument, expected, value if known else describe(value))
 

@@ -512,8 +512,8 @@ def check_of_step(
     entropy_scale: float | np.floating | Float[AnyArray, ""] | None,
 ) -> None:
     """Raises ValueError unless the numbers that are those of a whole step are None or numbers in their range."""
-    check_number(labels_per_document, "labels_per_document", least=0)
-    check_number(mean_weight, "mean_weight", least=0)
+    check_number(labels_per_document, "labels_per_document", least=0.0)
+    check_number(mean_weight, "mean_weight", least=0.0)
     check_number(entropy_scale, "entropy_scale")
 
 

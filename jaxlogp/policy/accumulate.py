@@ -147,7 +147,7 @@ class StepSums:
         divisor = self.loss.grad_divisor
         if grad_divisor is not None:
             require(divisor is None, "grad_divisor", f"None, since the loss has one, {divisor}", describe(grad_divisor))
-            check_number(grad_divisor, "grad_divisor", least=0)
+            check_number(grad_divisor, "grad_divisor", least=0.0)
             given = jnp.asarray(grad_divisor)
             divisor = jnp.where(given == 0, jnp.ones_like(given), given)
         if divisor is None:
