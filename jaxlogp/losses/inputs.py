@@ -5,6 +5,7 @@ shapes and dtypes are checked; a NaN at a label then reaches the result.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,9 +90,7 @@ def check_log_probs(named: dict[str, AnyArray], mask: Bool[AnyArray, "*tokens"])
             require(False, name, "log-probs of at most 0 at every label", f"{host[first]} at position {first}")
 
 
-def check_number(
-    value: float | np.floating | Float[AnyArray, ""] | None, argument: str, least: float = -math.inf
-) -> None:
+def check_number(value: Any, argument: str, least: float = -math.inf) -> None:
     """Raises ValueError unless `value` is None or one number; a known one has to be finite and at least `least`."""
     if value is None:
         return
