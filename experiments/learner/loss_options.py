@@ -153,7 +153,7 @@ class LossConfig:
         for name, value in (given | self._given(_SELECTION_OPTIONS)).items():
             expected = f"None for loss {self.name!r}, which has no such option"
             require(name in known, option_name(f"loss.{name}"), expected, value)
-        if self.length is not None and "length" not in parameters:
+        if self.length is not None and (self.reduction is not None or "length" not in parameters):
             expected = f"None for loss {self.name!r} without --loss.reduction constant_length"
             require(self.reduction == "constant_length", "--loss.length", expected, self.length)
         if "length" in parameters:

@@ -139,6 +139,10 @@ GRPO = [
     ("--loss.epsilon 1.5", "--loss.epsilon: expected a number in (0, 1), got 1.5"),
     ("--loss.epsilon nan", "--loss.epsilon: expected a number in (0, 1), got nan"),
     ("--loss.length 5", "--loss.length: expected None for loss 'grpo' without --loss.reduction constant_length, got 5"),
+    (
+        "--loss.name dr_grpo --loss.length 5 --loss.reduction labels",
+        "--loss.length: expected None for loss 'dr_grpo' without --loss.reduction constant_length, got 5",
+    ),
     ("--loss.reduction mean", "--loss.reduction: expected "),
     ("--loss.kl-coefficient -1", "--loss.kl-coefficient: expected "),
     ("--loss.kl-estimator k9 --loss.kl-coefficient 0.1", "--loss.kl-estimator: expected "),
