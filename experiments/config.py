@@ -201,6 +201,9 @@ def _validate_unused(config: Config) -> None:
     require(fits, "--loss.advantages", expected, advantages)
     expected = "no value without --model.path, whose chat template it switches off"
     require(model.chat_template or model.path is not None, "--model.no-chat-template", expected, "the option")
+    same = config.reward.kl_coefficient > 0.0 or config.reward.kl_estimator == RewardConfig.kl_estimator
+    expected = "no value without --reward.kl-coefficient"
+    require(same, "--reward.kl-estimator", expected, config.reward.kl_estimator)
 
 
 def _validate_source(config: Config) -> None:

@@ -168,6 +168,9 @@ class LossConfig:
         expected = f"None for loss {self.name!r}: an advantage of 0 would change the mean of its whole document"
         single = self.top_entropy is None or loss.ratio != "sequence"
         require(single, "--loss.top-entropy", expected, self.top_entropy)
+        for name, value in self._given(("kl_estimator", "kl_unbiased")).items():
+            expected = "None without --loss.kl-coefficient"
+            require(loss.kl_coefficient != 0.0, option_name(f"loss.{name}"), expected, value)
         return loss
 
     def skips(self, loss: PolicyLoss) -> bool:

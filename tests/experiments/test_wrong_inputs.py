@@ -146,6 +146,8 @@ GRPO = [
     ("--loss.reduction mean", "--loss.reduction: expected "),
     ("--loss.kl-coefficient -1", "--loss.kl-coefficient: expected "),
     ("--loss.kl-estimator k9 --loss.kl-coefficient 0.1", "--loss.kl-estimator: expected "),
+    ("--loss.kl-estimator k1", "--loss.kl-estimator: expected None without --loss.kl-coefficient, got k1"),
+    ("--loss.kl-unbiased True", "--loss.kl-unbiased: expected None without --loss.kl-coefficient, got True"),
     ("--loss.gradient-filter 1", "--loss.gradient-filter: expected None or a number in [0, 1), got 1.0"),
     ("--loss.gradient-filter -0.1", "--loss.gradient-filter: expected None or a number in [0, 1), got -0.1"),
     ("--loss.gradient-filter nan", "--loss.gradient-filter: expected None or a number in [0, 1), got nan"),
@@ -239,6 +241,7 @@ GRPO = [
     ("--rejection.keep-denominator", "--rejection.keep-denominator: expected no value without a rule of --rejection"),
     ("--rollout.max-resamples 5", "--rollout.max-resamples: expected no value without --rollout.resample-degenerate, got 5"),
     ("--reward.length 5", "--reward.length: expected no value without the reward overlong or short, got 5"),
+    ("--reward.kl-estimator k3", "--reward.kl-estimator: expected no value without --reward.kl-coefficient, got k3"),
     ("--reward.pattern x", "--reward.pattern: expected no value without the reward pattern, got x"),
     ("--data.answer-key solution", "--data.answer-key: expected no value with a task other than jsonl:PATH, got solution"),
     # Tasks, sources and rewards.
