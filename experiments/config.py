@@ -306,7 +306,7 @@ _OF_ROLLOUTS = (
     *("prompts_per_rollout", "num_generations", "stop", "mask_truncated", "resample_degenerate"),
     *("top_k", "top_p", "min_p", "int8_weights"),
 )
-_OF_REINFORCEMENT = ("rollout", "reward", "loss", "correction", "rejection", "warm_start", "drift")
+_OF_REINFORCEMENT = ("data", "rollout", "reward", "loss", "correction", "rejection", "warm_start", "drift")
 _OF_HEAD = ("engine", "token_chunk", "vocab_tile", "gradient_filter")
 
 _CHANGEABLE = {

@@ -244,6 +244,7 @@ GRPO = [
     ("--reward.kl-estimator k3", "--reward.kl-estimator: expected no value without --reward.kl-coefficient, got k3"),
     ("--reward.pattern x", "--reward.pattern: expected no value without the reward pattern, got x"),
     ("--data.answer-key solution", "--data.answer-key: expected no value with a task other than jsonl:PATH, got solution"),
+    ("--task sft:{place}/good.jsonl --data.system Hello", "--data: expected no options in supervised learning"),
     # Tasks, sources and rewards.
     ("--source module", "--source: expected module:name of a function"),
     ("--source ''", "--source: expected module:name of a function"),
