@@ -201,6 +201,10 @@ def _validate_unused(config: Config) -> None:
     require(fits, "--loss.advantages", expected, advantages)
     expected = "no value without --model.path, whose chat template it switches off"
     require(model.chat_template or model.path is not None, "--model.no-chat-template", expected, "the option")
+    warm_start = config.warm_start
+    skipped = warm_start.max_steps is None and resolved.warm_start.max_steps == 0 and not config.supervised
+    expected = "no options without --warm-start.max-steps, since a model from disk has no warm start by itself"
+    require(not skipped or warm_start == WarmStartConfig(), "--warm-start", expected, "other options")
     same = config.reward.kl_coefficient > 0.0 or config.reward.kl_estimator == RewardConfig.kl_estimator
     expected = "no value without --reward.kl-coefficient"
     require(same, "--reward.kl-estimator", expected, config.reward.kl_estimator)

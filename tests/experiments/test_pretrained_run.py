@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from experiments import chat, evaluate, export, grpo
-from experiments.config import ModelConfig
+from experiments.config import ModelConfig, WarmStartConfig
 from experiments.loop.assemble import assemble
 from experiments.loop.load import load_model
 from experiments.loop.run import train
@@ -28,7 +28,7 @@ from tests.experiments.tiny_gguf import METADATA, write_tiny_gguf
 SMALL = {
     "task": "comparison:1", "model": {}, "rollout": {"prompts_per_rollout": 4, "num_generations": 2, "max_new_tokens": 3},
     "loss": {"kl_coefficient": 0.01}, "evaluation": {"num_prompts": 4},
-    "warm_start": {"max_steps": None},
+    "warm_start": WarmStartConfig(),
     "schedule": {"docs_per_step": 8, "rows": 8, "row_length": 16, "steps": 2},
 }  # fmt: skip
 

@@ -245,6 +245,7 @@ GRPO = [
     ("--reward.pattern x", "--reward.pattern: expected no value without the reward pattern, got x"),
     ("--data.answer-key solution", "--data.answer-key: expected no value with a task other than jsonl:PATH, got solution"),
     ("--task sft:{place}/good.jsonl --data.system Hello", "--data: expected no options in supervised learning"),
+    ("--model.path {place}/model --warm-start.target 0.9", "--warm-start: expected no options without --warm-start.max-st"),
     # Tasks, sources and rewards.
     ("--source module", "--source: expected module:name of a function"),
     ("--source ''", "--source: expected module:name of a function"),
