@@ -22,7 +22,7 @@ from experiments.loop.evaluation import Scores
 from experiments.loop.inference import make_inference
 from experiments.loop.load import LoadedRun, load_run
 from experiments.tasks import Task
-from jaxlogp.errors import require
+from jaxlogp.errors import describe, require
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,19 @@ class EvaluateConfig:
 def load(config: EvaluateConfig, task: Task | None = None) -> LoadedRun:
     if config.run is None:
         require(config.model is not None, "run", "a run folder, or --model", "neither")
+        require(task is None, "task", "none of your own with --model (--task module:name)", describe(task))
         given = {} if config.task is None else {"task": config.task}
         stored = Config(
             model=ModelConfig(path=config.model, chat_template=config.chat_template), data=config.data, **given
         )
         inference = make_inference(_changed(stored, config))
         return LoadedRun(inference, inference.backend.take_params(), 0)
+    expected = "no value together with a run, which has its own"
     for name in ("model", "task"):
         value = getattr(config, name)
-        require(value is None, f"--{name}", "no value together with a run, which has its own", value)
-    require(config.data == DataConfig(), "--data", "no value together with a run, which has its own", "other options")
+        require(value is None, f"--{name}", expected, value)
+    require(config.chat_template, "--no-chat-template", expected, "the option")
+    require(config.data == DataConfig(), "--data", expected, "other options")
     return load_run(config.run, lambda stored: _changed(stored, config), task=task)
 
 

@@ -303,6 +303,7 @@ OTHERS = [
     ("evaluate", "{place}/run", "checkpoints: expected at least one complete step in {place}/run/checkpoints, got none"),
     ("evaluate", "{place}/run --task addition", "--task: expected no value together with a run, which has its own"),
     ("evaluate", "{place}/run --model x", "--model: expected no value together with a run, which has its own"),
+    ("evaluate", "{place}/run --no-chat-template", "--no-chat-template: expected no value together with a run"),
     ("evaluate", "{place}/run --data.system x", "--data: expected no value together with a run"),
     ("evaluate", "--model /nowhere/at/all", "--model: expected "),
     ("chat", "/nowhere/at/all", "model: expected a run folder, a directory or a GGUF file, got /nowhere/at/all"),
