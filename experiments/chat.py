@@ -45,8 +45,8 @@ class ChatConfig:
     """Divisor of the logits. 0: the most likely token."""
     seed: int = 0
     """Seed of the answers."""
-    dtype: str = "float32"
-    """Dtype in memory of a model on disk: float32 or bfloat16."""
+    dtype: str | None = None
+    """Dtype in memory of a model on disk: float32 or bfloat16. None: float32. A run has its own."""
 
 
 class Chat:
@@ -86,7 +86,8 @@ class Chat:
 
 
 def start(config: ChatConfig) -> Chat:
-    require(config.dtype in DTYPES, "--dtype", " or ".join(DTYPES), config.dtype)
+    require(config.dtype in (None, *DTYPES), "--dtype", " or ".join(DTYPES), config.dtype)
+    require(0 <= config.seed < 2**31, "--seed", "a number of at least 0, below 2^31", config.seed)
     options = StreamOptions(config.max_new_tokens, config.temperature)
     return Chat(load_model(config.model, dtype=config.dtype), options, config.seed)
 

@@ -123,9 +123,9 @@ class LoadedModel:
         return made_files(self.config, pretrained_form(self.tokenizer))
 
 
-def load_model(path: str | Path, *, dtype: str = "float32") -> LoadedModel:
+def load_model(path: str | Path, *, dtype: str | None = None) -> LoadedModel:
     """A run's newest checkpoint, or RUN@STEP, or a model on disk on the first device, with its chat template where there is
-    one. The dtype is that of activations and parameters of a model on disk; a run has its own.
+    one. The dtype is that of activations and parameters of a model on disk, by default float32; a run has its own.
 
     Raises:
         ValueError: neither of them, or one that cannot be used.
@@ -133,8 +133,9 @@ def load_model(path: str | Path, *, dtype: str = "float32") -> LoadedModel:
     given, path = path, run_and_step(located(path))[0]
     require(path.exists(), "model", "a run folder, a directory or a GGUF file", f"{path}, which does not exist")
     if (path / "env.json").is_file():
+        require(dtype is None, "--dtype", "no value together with a run, which has its own", dtype)
         return _model_of_run(given)
-    found = open_pretrained(path, chat_template=None)
+    found, dtype = open_pretrained(path, chat_template=None), dtype or "float32"
     config = replace(found.config, dtype=dtype, param_dtype=dtype)
     params = found.weights().load(config, on_one_device(jax.devices()[0]))
     return LoadedModel(params, config, found.tokenizer, found)
