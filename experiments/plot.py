@@ -38,7 +38,9 @@ class PlotConfig:
 def main(config: PlotConfig) -> Path:
     """Writes the figure and returns its path."""
     figure = Path(config.figure)
-    require(figure.parent.is_dir(), "--figure", "a file in an existing folder", figure)
+    is_file = figure.parent.is_dir() and figure.name != "" and not figure.is_dir()
+    require(is_file, "--figure", "a file in an existing folder", figure)
+    require(figure.suffix.lower() in ("", ".png"), "--figure", "a PNG file, named .png", figure)
     require(len(config.runs) > 0, "runs", "at least one run folder", "none")
     folders = [RunFolder.open(run) for run in config.runs]
     first, *others = [read_config(folder.config) for folder in folders]

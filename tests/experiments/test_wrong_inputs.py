@@ -322,6 +322,9 @@ OTHERS = [
     ("plot", "/nowhere/at/all", "run folder: expected an existing folder"),
     ("plot", "{place}/run", "run: expected one with optimizer steps"),
     ("plot", "{place}/run --figure /nowhere/a.png", "--figure: expected a file in an existing folder, got /nowhere/a.png"),
+    ("plot", "{place}/run --figure ''", "--figure: expected a file in an existing folder, got ."),
+    ("plot", "{place}/run --figure {place}/folder", "--figure: expected a file in an existing folder, got {place}/folder"),
+    ("plot", "{place}/run --figure {place}/a.pdf", "--figure: expected a PNG file, named .png, got {place}/a.pdf"),
     ("plot", "{place}/garbage-metrics", "metrics.jsonl line 1: expected a JSON object"),
 ]  # fmt: skip
 
