@@ -134,8 +134,9 @@ def set_up(config: Config, user: UserParts = NOTHING_OWN) -> Run:
     # What a run began with it keeps, whatever device it is resumed on.
     dtype, chooses_remat = dtype_here(config.model.dtype), config.model.remat == "auto"
     config = _with_lasting_base(config.resolved())
-    both = user.task is not None and names_user_task(config.task)
-    require(not both, "--task", "no task of your own where train is given one", config.task)
+    both = user.task is not None and (config.supervised or names_user_task(config.task))
+    expected = "no task of your own where train is given one, and no file to learn from"
+    require(not both, "--task", expected, config.task)
     task = resolve_task(config, user.task)
     path = Path(processes().from_first("run folder", lambda: str(_new_path(config, task))))
     found = find_parts(config, user, task, source)

@@ -17,6 +17,7 @@ from experiments.loop.run import set_up
 from experiments.options import AtLeast, OneOf, Positive, Within, flat_fields, option_name, range_of, replaced
 from experiments.runs.config_file import save_config
 from experiments.runs.folder import RunFolder
+from experiments.tasks.arithmetic import Comparison
 from tests.experiments.tiny import refusal as refused_by
 from tests.experiments.tiny import tiny
 
@@ -472,6 +473,12 @@ PASSED = {
     "preset: expected one of smollm2, got 'smol'": with_options(preset="smol"),
     "preset: expected experiments.presets.PRESETS[name], ": with_options(preset="smollm2", seed=3),
     "task: expected an object with name, alphabet, ": lambda out: train(Config(out=str(out)), task=Task()),
+    "--task: expected no task of your own where train is given one, and no file to learn from, got sft:a.jsonl": (
+        lambda out: train(Config(out=str(out), task="sft:a.jsonl"), task=Comparison(1))
+    ),
+    "task: expected none of your own with --model (--task module:name), got Comparison": (
+        lambda out: evaluate.main(evaluate.EvaluateConfig(model=str(out)), Comparison(1))
+    ),
     f"{SOURCE}int 5": lambda out: train(Config(out=str(out)), source=5),
     f"{SOURCE}type <class 'int'>": lambda out: train(Config(out=str(out)), source=int),
     "max_new_tokens: expected an integer of at least 1, got 3.5": lambda out: SamplingOptions(3.5),
