@@ -9,7 +9,7 @@ from jaxtyping import Float
 from experiments.options import AtLeast, OneOf, option_errors
 from experiments.tasks.jsonl import JsonlFormat
 from experiments.tasks.prompted import PromptedTask
-from experiments.tasks.protocol import MEMBERS, Task
+from experiments.tasks.protocol import MEMBERS, Task, check_task
 from experiments.tasks.registry import make_task
 from experiments.tasks.rewards import RewardOptions, Rewards, rewards_for
 from jaxlogp.errors import describe, require
@@ -47,6 +47,7 @@ class DataConfig(JsonlFormat):
         expected = f"an object with {', '.join(MEMBERS)} (experiments.tasks.Task)"
         is_object = not lacks and not isinstance(task, type)
         require(is_object, "task", expected, f"{describe(task)}{f' without {lacks[0]}' if lacks else ''}")
+        check_task(task, "task")
         return self._asked(task)
 
     def _asked(self, task: Task) -> Task:

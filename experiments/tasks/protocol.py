@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
-from jaxlogp.errors import require
+from jaxlogp.errors import describe, require
 
 Split = Literal["train", "held_out"]
 
@@ -117,6 +117,46 @@ def split_of(family: str, prompt: str) -> Split:
     """
     digest = hashlib.sha256(f"{family}\n{prompt}".encode()).digest()
     return "held_out" if int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0 else "train"
+
+
+def check_task(task: Task, whose: str) -> None:
+    """Compares sizes and first examples of a task with what `Task` says.
+
+    Raises:
+        ValueError: if one of them is something else, or the task raises; `whose` names the task.
+    """
+    try:
+        sizes = {name: getattr(task, name) for name in ("max_prompt_tokens", "max_answer_tokens")}
+        counts = {split: task.num_examples(split) for split in SPLITS}
+        require(isinstance(task.name, str), whose, "a name that is a text", describe(task.name))
+        for name, size in sizes.items():
+            require(_is_number_from(0, size), whose, f"{name} to be an integer of at least 0", describe(size))
+        for split, count in counts.items():
+            is_count = count is None or _is_number_from(1, count)
+            require(
+                is_count, whose, f"num_examples({split!r}) to be an integer of at least 1, or None", describe(count)
+            )
+            _check_example(task.example(0, split), f"{whose}, example(0, {split!r})")
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{whose}: expected sizes and examples, got {type(error).__name__}: {error}") from error
+
+
+def _check_example(example: Any, whose: str) -> None:
+    require(isinstance(example, Example), whose, "an experiments.tasks.Example", describe(example))
+    prompt = example.prompt
+    is_conversation = (
+        isinstance(prompt, tuple) and len(prompt) > 0 and all(isinstance(each, Message) for each in prompt)
+    )
+    require(
+        isinstance(prompt, str) or is_conversation, whose, "a prompt of text, or a tuple of Message", describe(prompt)
+    )
+    require(isinstance(example.answer, str), whose, "an answer that is a text", describe(example.answer))
+
+
+def _is_number_from(lowest: int, value: Any) -> bool:
+    return not isinstance(value, bool) and hasattr(value, "__index__") and value >= lowest
 
 
 def check_split(split: str) -> None:

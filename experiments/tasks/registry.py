@@ -9,7 +9,7 @@ from experiments.named import call_named, import_named, is_module_name
 from experiments.tasks.arithmetic import Addition, Comparison
 from experiments.tasks.jsonl import JsonlFormat, load_jsonl
 from experiments.tasks.prompted import PromptedTask
-from experiments.tasks.protocol import SPLITS, SizedTask, Task
+from experiments.tasks.protocol import SPLITS, SizedTask, Task, check_task
 from experiments.tasks.reasoning_gym import ReasoningGymTask
 from experiments.tasks.word_problems import WordProblems
 from jaxlogp.errors import describe, require
@@ -92,6 +92,7 @@ def _named_task(spec: str) -> NamedTask:
     found = import_named("--task", spec, expected)
     task = call_named("--task", spec, expected, found) if callable(found) and not _is_task(found) else found
     require(_is_task(task), "--task", expected, f"{spec!r}, which is no task but {describe(task)}")
+    check_task(task, f"task {spec!r}")
     return NamedTask(task, text=spec, found=found)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -12,7 +13,7 @@ import pytest
 from flax import nnx
 
 from experiments import SamplingOptions, evaluate, grpo
-from experiments.config import ModelConfig
+from experiments.config import DataConfig, ModelConfig
 from experiments.loop import resume
 from experiments.loop.load import load_model
 from experiments.loop.run_parts import UserParts
@@ -181,6 +182,33 @@ OF_THE_WRONG_KIND = [
 def test_an_object_of_the_wrong_kind_is_refused(capsys, option, name, reason):
     error = refusal(capsys, grpo, [*SIZES, option, f"{HERE}:{name}"])
     assert error.startswith(f"{option}: expected ") and reason in error
+
+
+EXAMPLE = "example(0, 'train'): expected "
+BROKEN_TASKS = [
+    ({"name": 3}, ": expected a name that is a text, got int 3"),
+    ({"max_prompt_tokens": "3"}, ": expected max_prompt_tokens to be an integer of at least 0, got str '3'"),
+    ({"max_answer_tokens": 1.5}, ": expected max_answer_tokens to be an integer of at least 0, got float 1.5"),
+    (
+        {"num_examples": lambda self, split: 0},
+        ": expected num_examples('train') to be an integer of at least 1, or None",
+    ),
+    ({"example": lambda *given: ("1", "1")}, f", {EXAMPLE}an experiments.tasks.Example, got tuple ('1', '1')"),
+    ({"example": lambda *given: Example(["1"], "1")}, f", {EXAMPLE}a prompt of text, or a tuple of Message, got list"),
+    ({"example": lambda *given: Example("1", 1)}, f", {EXAMPLE}an answer that is a text, got int 1"),
+    ({"example": lambda *given: 1 / 0}, ": expected sizes and examples, got ZeroDivisionError: division by zero"),
+]
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("members, words", BROKEN_TASKS)
+def test_a_task_with_a_broken_member_is_refused(monkeypatch, members, words):
+    task = type("Broken", (Copying,), members)()
+    monkeypatch.setitem(globals(), "broken", task)
+    with pytest.raises(ValueError, match=re.escape(f"task '{HERE}:broken'{words}")):
+        make_task(f"{HERE}:broken")
+    with pytest.raises(ValueError, match=f"^{re.escape(f'task{words}')}"):
+        DataConfig().user_task(task)
 
 
 @pytest.mark.bad_input
