@@ -1,6 +1,7 @@
 """A source of your own: a function, or an object with `next`, `state` and `restore`, found by name and checked."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from experiments.experience.experience import Experience, Policy
 from experiments.experience.options import STORED
+from experiments.experience.rollout_metrics import RolloutMetrics
 from experiments.named import OWN, call_named, import_named
 from jaxlogp import Document, Support
 from jaxlogp.errors import describe, require
@@ -40,7 +42,10 @@ class OwnSource:
         if given is None:
             return None
         try:
-            experience = given if isinstance(given, Experience) else Experience(_as_tuple(given))
+            made = given if isinstance(given, Experience) else Experience(given)
+            is_counts = isinstance(made.counts, RolloutMetrics)
+            require(is_counts, "counts", "RolloutMetrics of the Experience", describe(made.counts))
+            experience = replace(made, documents=_as_tuple(made.documents))
             self._check(experience.documents, policy.version)
         except ValueError as error:
             raise SourceFailed(f"source {self._name}: {error}") from error
@@ -48,13 +53,19 @@ class OwnSource:
         return experience
 
     def state(self) -> dict[str, Any]:
-        own = self._source.state() if hasattr(self._source, "state") else None
-        return {"calls": self._calls, "own": own}
+        return {"calls": self._calls, "own": self._call("state") if hasattr(self._source, "state") else None}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._calls = state["calls"]
         if hasattr(self._source, "restore"):
-            self._source.restore(state["own"])
+            self._call("restore", state["own"])
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Returns what a method of the source does; ValueError that names both if it raises."""
+        try:
+            return getattr(self._source, method)(*arguments)
+        except Exception as error:
+            raise ValueError(f"source {self._name}: {method} raised {type(error).__name__}: {error}") from error
 
     def _check(self, documents: tuple[Document, ...], version: int) -> None:
         require(len(documents) > 0, "documents", "at least one, or None at the end of the data", "none")

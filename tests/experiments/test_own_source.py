@@ -48,6 +48,9 @@ BAD = {
     "raises": (raises, "KeyError: 'game'"),
     "empty": (lambda policy, step: [], "documents: expected at least one, or None at the end of the data, got none"),
     "no list": (lambda policy, step: 3, "documents: expected a list of jaxlogp.Document, an Experience, or None, got int 3"),
+    "no experience": (lambda policy, step: Experience(None), "documents: expected a list of .*, got NoneType None"),
+    "generator": (lambda *_: Experience(document() for _ in range(2)), "documents: expected a list of .*, got generator"),
+    "counts": (lambda *_: Experience((document(),), None), "counts: expected RolloutMetrics of the Experience, got None"),
     "no document": (lambda policy, step: ["x"], r"documents\[0\]: expected a jaxlogp.Document, got str 'x'"),
     "too long": (
         lambda *_: [document(), document((1, 2, 3, 4, 5))],
@@ -69,6 +72,19 @@ def test_a_bad_source_is_told_in_one_sentence(name):
     answer, words = BAD[name]
     with pytest.raises(SourceFailed, match=f"^source mine: {words}"):
         own(answer)
+
+
+@pytest.mark.bad_input
+def test_a_state_that_cannot_be_read_or_restored_names_the_source():
+    class Broken(Counter):
+        def __init__(self):
+            pass
+
+    source = OwnSource(Broken(), "mine", vocab_size=9, row_length=4)
+    with pytest.raises(ValueError, match="^source mine: state raised AttributeError: .* no attribute 'count'"):
+        source.state()
+    with pytest.raises(ValueError, match="^source mine: restore raised KeyError: 'count'"):
+        source.restore({"calls": 1, "own": {"number": 3}})
 
 
 @pytest.mark.bad_input
