@@ -45,21 +45,34 @@ def check_model(model: Any, vocab_size: int, argument: str = "model") -> None:
     has_both = all(callable(getattr(model, name, None)) for name in ("hidden_states", "head"))
     require(isinstance(model, nnx.Module) and has_both, argument, expected, f"a {type(model).__name__}")
     graph, state = nnx.split(model)
+    require(bool(jax.tree.leaves(nnx.state(model, nnx.Param))), argument, "parameters of type nnx.Param", "none")
     row = jax.ShapeDtypeStruct((1, 2), jnp.int32)
 
     specs = []
 
     def outputs(state, row):
         traced: Any = nnx.merge(graph, state)
-        spec, weight = traced.head()
+        head = traced.head()
+        spec, weight = head if isinstance(head, tuple) and len(head) == 2 else (head, None)
         specs.append(spec)
         return traced.hidden_states(row, row, row), weight
 
-    hidden, weight = jax.eval_shape(outputs, state, row)
+    try:
+        hidden, weight = jax.eval_shape(outputs, state, row)
+    except Exception as error:
+        seen = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{argument}: expected head and hidden_states to be traced, got {seen}") from error
     seen = type(specs[0]).__name__
     require(isinstance(specs[0], HeadSpec), f"{argument}, head", "a HeadSpec and a weight", seen)
+    require(
+        hasattr(weight, "shape"),
+        f"{argument}, head",
+        "a HeadSpec and a weight",
+        f"{type(weight).__name__} for the weight",
+    )
     rows = f"a weight [{vocab_size}, H], one row for each id of the tokenizer"
     require(weight.ndim == 2 and weight.shape[0] == vocab_size, f"{argument}, head", rows, list(weight.shape))
     wanted = [1, 2, weight.shape[1]]
     of_row = f"{argument}, hidden_states of 1 row of 2 tokens"
+    require(hasattr(hidden, "shape"), of_row, wanted, type(hidden).__name__)
     require(list(hidden.shape) == wanted, of_row, wanted, list(hidden.shape))

@@ -187,6 +187,20 @@ def test_a_model_that_is_not_one_is_named(tmp_path):
     ]:
         with pytest.raises(ValueError, match=f"^{words}"):
             check_model(model, 24)
+    for method, answer, words in [
+        ("head", None, "model, head: expected a HeadSpec and a weight, got NoneType"),
+        ("head", (fine, None), "model, head: expected a HeadSpec and a weight, got NoneType for the weight"),
+        ("hidden_states", (), r"model, hidden_states .*: expected \[1, 2, 4\], got tuple"),
+    ]:
+        answering = type("Answering", (Other,), {method: lambda self, *given, answer=answer: answer})
+        with pytest.raises(ValueError, match=f"^{words}"):
+            check_model(answering(fine, jnp.zeros((24, 4))), 24)
+    raising = type("Raising", (Other,), {"head": lambda self: 1 / 0})
+    with pytest.raises(ValueError, match="^model: expected head and hidden_states to be traced, got ZeroDivisionError"):
+        check_model(raising(fine, jnp.zeros((24, 4))), 24)
+    constant = type("Constant", (Half,), {"head": lambda self: (fine, jnp.zeros((24, 4)))})
+    with pytest.raises(ValueError, match="^model: expected parameters of type nnx.Param, got none"):
+        check_model(constant(), 24)
     model = example.model()
     with pytest.raises(ValueError, match="^--model: expected no other options where train is given a model"):
         train(dataclasses.replace(short(tmp_path, "a"), model=tiny(tmp_path, "a").model), model=model)
