@@ -31,6 +31,11 @@ def run_module(name: str) -> NoReturn:
         if error.name is None or error.name.partition(".")[0] in ("experiments", "jaxlogp"):
             raise
         _leave(ENVIRONMENT, f'no package {error.name}; install the trainer: pip install -e ".[experiments]"')
+    except ValueError as error:
+        # JAX reads its variables when it is imported.
+        if "JAX flag" not in str(error):
+            raise
+        _leave(ENVIRONMENT, f"environment: {error}")
     try:
         # The command says what Ctrl-C left behind.
         if interrupts:

@@ -194,6 +194,14 @@ def test_a_missing_extra_is_one_line(package, tmp_path):
     assert process.communicate(timeout=60) == ("", words) and process.returncode == 3
 
 
+@pytest.mark.bad_input
+def test_a_variable_that_jax_refuses_on_import_is_one_line(monkeypatch):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "many")
+    process = started(["-m", "experiments.grpo"], ROOT)
+    words = 'error: environment: Invalid value "many" for JAX flag jax_num_cpu_devices\n'
+    assert process.communicate(timeout=60) == ("", words) and process.returncode == 3
+
+
 @pytest.mark.costly
 @pytest.mark.bad_input
 def test_a_platform_that_is_not_here_is_one_line(tmp_path, monkeypatch):
