@@ -64,6 +64,8 @@ class OwnSource:
         """Returns what a method of the source does; ValueError that names both if it raises."""
         try:
             return getattr(self._source, method)(*arguments)
+        except ValueError as error:
+            raise ValueError(f"source {self._name}: {error}") from error
         except Exception as error:
             raise ValueError(f"source {self._name}: {method} raised {type(error).__name__}: {error}") from error
 

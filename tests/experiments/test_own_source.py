@@ -175,7 +175,7 @@ def test_stored_documents_train_like_those_that_a_function_gives(tmp_path):
     assert resumed.steps == 2
     assert_same_state(resumed, stored)
     write_documents(path, documents[:-1])
-    with pytest.raises(ValueError, match="^documents: expected those of digest"):
+    with pytest.raises(ValueError, match="^source stored:.*: documents: expected those of digest"):
         resume(f"{stored.run.path}@1", {"quiet": True, "schedule.steps": 9})
 
 
