@@ -71,6 +71,11 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
+def is_positive_integer(value: Any) -> bool:
+    """Returns True for an integer of Python above 0, but not for a bool."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def require_flags(**flags: Any) -> None:
     """Raises ``ValueError`` unless every flag is True or False: any text is true, "no" as well."""
     for argument, value in flags.items():

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int
 
 from jaxlogp._arrays import AnyArray
-from jaxlogp.errors import describe, is_concrete, require, require_floating, require_integer
+from jaxlogp.errors import describe, is_concrete, is_positive_integer, require, require_floating, require_integer
 from jaxlogp.invariance.processes import run_in_processes
 
 TokenFunction = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -245,8 +245,7 @@ def _checked(hidden: AnyArray, weight: AnyArray, targets: AnyArray, chunk: int) 
     require(fits, "weight", f"shape [V, {hidden.shape[1]}]", describe(weight))
     require(targets.shape == hidden.shape[:1], "targets", f"shape {hidden.shape[:1]}", describe(targets))
     require(is_concrete(hidden, weight, targets), "hidden, weight, targets", "known values", "traced arrays")
-    ok = isinstance(chunk, int) and not isinstance(chunk, bool) and chunk > 0
-    require(ok, "chunk", "an integer > 0", chunk)
+    require(is_positive_integer(chunk), "chunk", "an integer > 0", chunk)
     return np.asarray(hidden), np.asarray(weight), np.asarray(targets)
 
 

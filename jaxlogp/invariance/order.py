@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxlogp._compat import AxisName, AxisNames, axis_tuple, refuse_unchecked_gradient, union_of_varying_axes, vary_over
 from jaxlogp._vocab import TILE, VocabShards
-from jaxlogp.errors import describe, require
+from jaxlogp.errors import describe, is_positive_integer, require
 from jaxlogp.invariance.exact import no_negative_zero
 
 LANES = 64
@@ -61,10 +61,10 @@ class ReductionOrder:
 
     def __post_init__(self) -> None:
         """Raises ``ValueError`` for sizes out of range or not multiples of 64, and for unknown dtypes or engines."""
-        require(_is_positive(self.granules), "granules", "an integer > 0", describe(self.granules))
+        require(is_positive_integer(self.granules), "granules", "an integer > 0", describe(self.granules))
         for argument, most in (("vocab_tile", WIDEST_TILE), ("row_block", None)):
             value = getattr(self, argument)
-            ok = _is_positive(value) and value % LANES == 0 and (most is None or value <= most)
+            ok = is_positive_integer(value) and value % LANES == 0 and (most is None or value <= most)
             limit = "" if most is None else f", at most {most}"
             require(ok, argument, f"a positive multiple of {LANES}{limit}", describe(value))
         require(self.dtype in _DTYPES, "dtype", f"one of {_DTYPES}", describe(self.dtype))
@@ -101,7 +101,7 @@ class ReductionOrder:
         Raises:
             ValueError: if the vocabulary has fewer ids than granules.
         """
-        ok = _is_positive(vocab_size) and vocab_size >= self.granules
+        ok = is_positive_integer(vocab_size) and vocab_size >= self.granules
         require(ok, "vocab_size", f"at least one id for each of {self.granules} granules", describe(vocab_size))
         if self.engine == "hopper":
             columns = self.granule_columns(vocab_size)
@@ -123,7 +123,7 @@ class ReductionOrder:
                 would have no id.
         """
         expected = f"a divisor of granules {self.granules}"
-        require(_is_positive(num_shards) and self.granules % num_shards == 0, "num_shards", expected, num_shards)
+        require(is_positive_integer(num_shards) and self.granules % num_shards == 0, "num_shards", expected, num_shards)
         edges = self.edges(vocab_size)[:: self.granules // num_shards]
         expected = f"fewer, so that each has one of the {vocab_size} ids"
         require(edges[-2] < edges[-1], "num_shards", expected, num_shards)
@@ -176,10 +176,6 @@ class ReductionOrder:
         differing = [rank for rank, row in enumerate(digests) if not np.array_equal(row, digests[0])]
         expected = "the same reduction order on every process"
         require(not differing, "order", expected, f"{self} here, and processes {differing} differ from process 0")
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def fold_tree(parts: Any, combine: Callable[[Any, Any], Any]) -> Any:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Shaped
 
 from jaxlogp._arrays import AnyArray
 from jaxlogp._compat import automatic_axes
-from jaxlogp.errors import describe, is_concrete, is_number, require, require_floating
+from jaxlogp.errors import describe, is_concrete, is_number, require, require_floating, require_integer
 
 
 def check_arrays(named: dict[str, AnyArray], mask: Bool[AnyArray, "*tokens"]) -> None:
@@ -100,6 +100,17 @@ def check_number(value: Any, argument: str, least: float = -math.inf) -> None:
     expected = "one number, finite" if math.isinf(least) else f"one number, finite and at least {least:g}"
     ok = one and (not known or least <= float(value) and math.isfinite(value))
     require(ok, argument, expected, value if known else describe(value))
+
+
+def check_lengths(lengths: Any) -> None:
+    """Raises ValueError unless `lengths` is an array of integers, known ones from 0 to the largest of int32."""
+    require(is_array(lengths), "lengths", "an array of an integer dtype", describe(lengths))
+    require_integer(lengths, "lengths")
+    if is_concrete(lengths) and lengths.size > 0:
+        smallest, largest = (int(end(np.asarray(lengths))) for end in (np.min, np.max))
+        most = int(np.iinfo(np.int32).max)
+        require(smallest >= 0, "lengths", "numbers of at least 0", smallest)
+        require(largest <= most, "lengths", f"numbers of at most {most}", largest)
 
 
 def is_array(values: object) -> bool:

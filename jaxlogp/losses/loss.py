@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxlogp._arrays import AnyArray, compute_dtype
 from jaxlogp._reduce import WeightedSum
-from jaxlogp.errors import describe, is_number, require
+from jaxlogp.errors import describe, is_number, is_positive_integer, require
 from jaxlogp.losses import reductions
 from jaxlogp.losses.correction import Correction, normalized
 from jaxlogp.losses.documents import DocumentLayout, document_layout, with_rows
@@ -186,7 +186,7 @@ class PolicyLoss:
 
     def _check_length(self) -> None:
         if self.reduction == "constant_length":
-            good = isinstance(self.length, int) and not isinstance(self.length, bool) and self.length > 0
+            good = is_positive_integer(self.length)
             require(good, "length", "an integer above 0 for reduction 'constant_length'", repr(self.length))
         else:
             require(self.length is None, "length", f"None for reduction {self.reduction!r}", repr(self.length))

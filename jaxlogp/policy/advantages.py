@@ -18,7 +18,7 @@ from jaxlogp.errors import (
     require_floating,
     require_integer,
 )
-from jaxlogp.losses.inputs import is_array
+from jaxlogp.losses.inputs import check_lengths, is_array
 
 SCALE_REWARDS = ("group", "batch", "none")
 
@@ -369,14 +369,8 @@ def _groups(rewards: Float[AnyArray, "*rewards"], group_ids: Integer[AnyArray, "
 
 def _lengths(lengths: Integer[AnyArray, "*rewards"], rewards: Float[AnyArray, "*rewards"]) -> Int[Array, "*rewards"]:
     """Returns the checked lengths."""
-    require(is_array(lengths), "lengths", "an array of an integer dtype", describe(lengths))
-    require_integer(lengths, "lengths")
+    check_lengths(lengths)
     require(lengths.shape == rewards.shape, "lengths", f"shape {rewards.shape} of rewards", lengths.shape)
-    if is_concrete(lengths):
-        smallest = int(np.asarray(lengths).min())
-        require(smallest >= 0, "lengths", "numbers of at least 0", smallest)
-        largest, most = int(np.asarray(lengths).max()), int(np.iinfo(np.int32).max)
-        require(largest <= most, "lengths", f"numbers of at most {most}", largest)
     return jnp.asarray(lengths)
 
 

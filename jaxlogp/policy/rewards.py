@@ -3,12 +3,11 @@
 import math
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Integer
 
 from jaxlogp._arrays import AnyArray, as_int32
-from jaxlogp.errors import describe, is_concrete, is_number, require, require_integer
-from jaxlogp.losses.inputs import is_array
+from jaxlogp.errors import describe, is_number, is_positive_integer, require
+from jaxlogp.losses.inputs import check_lengths
 
 
 def soft_overlong_punishment(
@@ -38,19 +37,12 @@ def soft_overlong_punishment(
     References:
         DAPO, arXiv:2503.14476, equation 13.
     """
-    require(is_array(lengths), "lengths", "an array of an integer dtype", describe(lengths))
-    require_integer(lengths, "lengths")
-    good = isinstance(max_length, int) and not isinstance(max_length, bool) and max_length > 0
-    require(good, "max_length", "an integer above 0", describe(max_length))
+    check_lengths(lengths)
+    require(is_positive_integer(max_length), "max_length", "an integer above 0", describe(max_length))
     good = isinstance(buffer, int) and not isinstance(buffer, bool) and 0 <= buffer <= max_length
     require(good, "buffer", f"an integer in [0, max_length = {max_length}]", describe(buffer))
     good = is_number(factor) and 0.0 <= factor < math.inf
     require(good, "factor", "a finite number of at least 0", describe(factor))
-    if is_concrete(lengths) and lengths.size > 0:
-        smallest = int(np.asarray(lengths).min())
-        require(smallest >= 0, "lengths", "numbers of at least 0", smallest)
-        largest, most = int(np.asarray(lengths).max()), int(np.iinfo(np.int32).max)
-        require(largest <= most, "lengths", f"numbers of at most {most}", largest)
     beyond = as_int32(lengths) - (max_length - buffer)
     share = beyond.astype(jnp.float32) / buffer if buffer > 0 else (beyond > 0).astype(jnp.float32)
     return 0.0 - factor * jnp.clip(share, 0.0, 1.0)

@@ -118,16 +118,17 @@ def test_values_are_within_half_a_scale_and_what_is_not_finite_stays_so():
     assert np.isfinite(broken(jnp.ones((2, 4)))).tolist() == [[False, True, False]] * 2
 
 
-def drawn(mesh, **options):
+def drawn(mesh, copies=1, **options):
     mesh = make_mesh(mesh)
     graph, state = model_of("qwen3", mesh)
     sampler = DecoderSampler(SampledModel(graph, mesh), rule(NEW, **options))
-    return sampler(state, PROMPTS, LENGTHS, 1, jax.random.key(0))
+    return sampler(state, PROMPTS, LENGTHS, copies, jax.random.key(0))
 
 
 def test_the_option_reaches_every_step_but_not_the_prompts():
     exact, eight_bits = (drawn(MeshSpec(), int8_weights=chosen) for chosen in (False, True))
     np.testing.assert_array_equal(exact.log_probs[:, 0], eight_bits.log_probs[:, 0])
+    assert (exact.log_probs[:, 1:] != eight_bits.log_probs[:, 1:]).all()
     graph, state = model_of("qwen3")
     tokens = jnp.asarray(eight_bits.tokens)
     logits = decoded(graph, state, with_rounded_matrices(state), tokens[:, :-1], False, False)
@@ -136,7 +137,9 @@ def test_the_option_reaches_every_step_but_not_the_prompts():
 
 
 def test_a_mesh_draws_the_same():
-    alone, split = (drawn(spec, int8_weights=True) for spec in (MeshSpec(), MeshSpec(data=1, fsdp=2, tensor=2)))
+    alone, split = (
+        drawn(spec, copies=2, int8_weights=True) for spec in (MeshSpec(), MeshSpec(data=1, fsdp=2, tensor=2))
+    )
     np.testing.assert_array_equal(alone.tokens, split.tokens)
     np.testing.assert_allclose(alone.log_probs, split.log_probs, atol=ROUNDING, rtol=0)
 

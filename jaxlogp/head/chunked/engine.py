@@ -34,7 +34,7 @@ from jaxlogp._stats import (
     logit_gradient,
     tile_stats,
 )
-from jaxlogp.errors import require
+from jaxlogp.errors import is_positive_integer, require
 from jaxlogp.head.call import HeadCall, HeadGradients
 from jaxlogp.head.chunked.one_pass import values_and_gradients
 from jaxlogp.head.engine import Engine, LossCotangents
@@ -72,8 +72,7 @@ class ChunkedEngine(Engine):
         check_filter(self.gradient_filter)
         for argument in ("token_chunk", "vocab_tile"):
             value = getattr(self, argument)
-            ok = isinstance(value, int) and not isinstance(value, bool) and value > 0
-            require(ok, argument, "an integer > 0", value)
+            require(is_positive_integer(value), argument, "an integer > 0", value)
 
     def forward(self, call: HeadCall) -> tuple[TokenLogProbs, _Kept]:
         """Computes statistics block by block."""
