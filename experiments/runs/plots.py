@@ -21,6 +21,8 @@ DRIFT_FLOOR = 1e-8
 SMOOTH_OVER = 15
 MARKERS_UP_TO = 40
 COLUMNS = 3
+# In inches: a layout that measures every text draws the picture twice.
+LEFT, RIGHT, TOP, BOTTOM, BESIDE, BELOW = 0.95, 0.15, 0.55, 0.5, 1.1, 1.0
 
 Series = dict[int, float]
 """Values of a metric by step; NaN where it was not finite."""
@@ -76,16 +78,26 @@ def plot_runs(runs: Sequence[Sequence[Mapping[str, Any]]], path: Path) -> None:
     Of several runs every one is a thin line, and their mean, at the steps that all of them have, a thick one. A panel whose
     values are all equal, or all missing, is left out; values that are not finite become gaps and are counted.
     """
-    figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI, layout="constrained")
+    figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI)
     panels = [panel for panel in PANELS if _varies(panel, runs)]
-    for number, panel in enumerate(panels, start=1):
-        _draw_panel(figure.add_subplot(math.ceil(len(panels) / COLUMNS), COLUMNS, number), panel, runs)
+    for number, panel in enumerate(panels):
+        _draw_panel(_axes(figure, number, math.ceil(len(panels) / COLUMNS)), panel, runs)
     if not panels:
         figure.text(0.5, 0.5, "no values that differ", ha="center", fontsize=14, color=GREY)
     # Without the default stamp, the same metrics give the same bytes.
     content = io.BytesIO()
     figure.savefig(content, format="png", metadata={"Software": None})
     replace_file(path, content.getvalue())
+
+
+def _axes(figure: Figure, number: int, rows: int) -> Axes:
+    """The place of a panel, the first at the top left."""
+    wide, high = WIDTH / DPI, HEIGHT / DPI
+    row, column = divmod(number, COLUMNS)
+    width = (wide - LEFT - RIGHT - (COLUMNS - 1) * BESIDE) / COLUMNS
+    height = (high - TOP - BOTTOM - (rows - 1) * BELOW) / rows
+    left, bottom = LEFT + column * (width + BESIDE), high - TOP - height - row * (height + BELOW)
+    return figure.add_axes((left / wide, bottom / high, width / wide, height / high))
 
 
 def _varies(panel: Panel, runs: Sequence[Sequence[Mapping[str, Any]]]) -> bool:
