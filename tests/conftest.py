@@ -61,6 +61,14 @@ def compile_effort(request):
 
 
 @pytest.fixture(autouse=True, scope="module")
+def garbage():
+    """What a file leaves behind stays: looking through gigabytes of programs again and again would take seconds."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
 def lowering_contexts():
     """A file's programs are lowered in one MLIR context a thread; newer versions of JAX share contexts themselves.
 
@@ -75,9 +83,9 @@ def lowering_contexts():
         yield
 
 
-SHARING = {"test_grpo.py", "test_guards.py", "test_invariant.py", "test_run_parts.py", "test_sft.py", "test_trainer.py"}
-SHARING |= {"test_entropy_control.py", "test_selection_options.py"}
-"""Files whose runs compile the same programs, once more on every data rank and in every run: there each is compiled once.
+COMPILE_THEMSELVES = {"test_compilation_cache.py", "test_memory.py"}
+"""Tests of the trainer that look at what is compiled. The others share their programs: many runs, and all data ranks of one,
+compile the same, and here each of them is compiled once.
 
 Runs that compile all of their programs themselves, and have the same bits, are in test_reliability_trials.py.
 """
@@ -85,14 +93,14 @@ Runs that compile all of their programs themselves, and have the same bits, are 
 
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory):
-    """The folder of programs that these files share."""
+    """The folder of programs that tests of the trainer share."""
     return str(tmp_path_factory.mktemp("programs"))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled_programs(request, programs):
-    """A compilation cache for these files, for programs on any devices, as JAX has it on GPUs."""
-    if request.path.name not in SHARING:
+    """A compilation cache for tests of the trainer, for programs on any devices, as JAX has it on GPUs."""
+    if "experiments" not in request.path.parts or request.path.name in COMPILE_THEMSELVES:
         yield
         return
     of_jax = cache_key._hash_serialized_compile_options

@@ -16,7 +16,7 @@ from experiments.config import Config
 
 TINY = (
     "--task comparison:1 --quiet --model.hidden-size 32 --model.intermediate-size 64 --model.num-layers 1 "
-    "--model.num-heads 2 --model.num-kv-heads 2 --model.no-tie-embeddings --warm-start.max-steps 12 "
+    "--model.num-heads 2 --model.num-kv-heads 2 --model.no-tie-embeddings --warm-start.max-steps 4 "
     "--warm-start.batch-size 32 --warm-start.check-every 4 --warm-start.target 1 --rollout.prompts-per-rollout 16 "
     "--rollout.num-generations 4 --schedule.docs-per-step 32 --schedule.rows 8 --schedule.row-length 32 "
     "--evaluation.every 4 --evaluation.num-prompts 16 --drift.every 3 --checkpoint.every 1"

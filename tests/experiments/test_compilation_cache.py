@@ -8,13 +8,13 @@ from pathlib import Path
 import jax
 import pytest
 
+from benchmarks.trials.processes import TINY
 from experiments import compilation_cache
 from experiments.compilation_cache import remove_oldest, take_cache_option, use_compilation_cache
 
 ROOT = Path(__file__).parents[2]
-COMMAND = (
-    "--warm-start.max-steps 1 --schedule.steps 1 --evaluation.num-prompts 4 --model.hidden-size 32 --task addition:1"
-)
+COMMAND = [each for each in TINY if each != "--quiet"]
+COMMAND += "--warm-start.max-steps 1 --schedule.steps 1 --evaluation.num-prompts 4".split()
 
 
 def test_the_option_is_taken_out_of_a_command_line_and_needs_a_value():
@@ -81,7 +81,7 @@ def test_a_folder_that_cannot_be_made_is_refused_only_if_it_was_asked_for(monkey
 @pytest.mark.costly
 def test_a_second_run_compiles_nothing_and_damage_is_compiled_again(tmp_path, cheap_processes):
     def lines(name: str) -> list[str]:
-        command = [sys.executable, "-m", "experiments.grpo", *COMMAND.split(), "--out", str(tmp_path), "--name", name]
+        command = [sys.executable, "-m", "experiments.grpo", *COMMAND, "--out", str(tmp_path), "--name", name]
         command += ["--cache", str(tmp_path / "cache")]
         finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert finished.returncode == 0, finished.stderr

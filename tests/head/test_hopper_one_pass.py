@@ -78,9 +78,8 @@ def test_chunks_of_tokens(monkeypatch, tokens, chunk_rows, bias, coefficient):
 
 @needs_interpreter
 @pytest.mark.parametrize("way", ["one pass", "known lse", "two steps"])
-def test_a_frozen_head_has_no_weight_gradient(monkeypatch, way):
-    monkeypatch.setattr(hopper_one_pass, "CHUNK_BYTES", 64 * 2 * 768)
-    data, options = bf16_problem(300, bias=True, seed=1)
+def test_a_frozen_head_has_no_weight_gradient(way):
+    data, options = bf16_problem(100, bias=True, seed=1)
     if way == "known lse":
         operands, known = (data[x] for x in ("hidden", "weight", "targets")), {x: data[x] for x in ("mask", "bias")}
         options = options | {"lse": linear_log_probs(*operands, **known, with_lse=True, **options).lse}
@@ -154,18 +153,17 @@ def test_columns_of_minus_infinity():
     gone = np.r_[256:512, 3]
     data["bias"] = data["bias"].at[gone].set(-jnp.inf)
     data["targets"] = jnp.where(jnp.isin(data["targets"], jnp.asarray(gone, jnp.int32)), 5, data["targets"])
-    loss = grpo(entropy_coefficient=0.1)
+    loss = reinforce(entropy_coefficient=0.1)
     one_pass = program(one_call, loss, hopper(), {**options, "with_entropy": True})
     check_program(one_pass, data, loss, **options)
     data["targets"] = data["targets"].at[0].set(300)
-    _, values, gradients = one_pass(data)
+    _, values, from_logits = one_pass(data)
     assert np.isneginf(values.log_probs[0])
-    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in (*gradients, values.log_probs[1:]))
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in (*from_logits, values.log_probs[1:]))
     # With a cotangent at that target, from logits and from exponentials: the one-hot drops out, as in two steps.
-    for coefficient in (0.1, 0.0):
-        loss = reinforce(entropy_coefficient=coefficient)
-        gradients = program(one_call, loss, hopper(), options)(data)[2]
-        wanted = program(two_calls, loss, "reference", options)(data)[2]
+    from_exponentials = program(one_call, reinforce(), hopper(), options)(data)[2]
+    for each, gradients in (loss, from_logits), (reinforce(), from_exponentials):
+        wanted = program(two_calls, each, "reference", options)(data)[2]
         assert not np.asarray(gradients.bias[gone]).any()
         for gradient, want in zip(gradients, wanted, strict=True):
             assert oracle.relative_error(gradient, oracle.f64(want)) < GRADIENT_ERROR

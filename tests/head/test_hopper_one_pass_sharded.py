@@ -117,9 +117,8 @@ def test_the_weights_gradient_is_summed_over_the_data_axis():
     check(run(mesh_of(2, 2), data, old, advantages, cases.hopper(), 0.0), expected(data, old, advantages, 0.0))
 
 
-def test_a_frozen_head_over_shards(monkeypatch):
-    data, old, advantages = problem(tokens=250)
-    monkeypatch.setattr(hopper_one_pass, "CHUNK_BYTES", 128 * (2 * 512 + 4 * HIDDEN * 2))
+def test_a_frozen_head_over_shards():
+    data, old, advantages = problem()
     one, other = (
         run(mesh_of(1, 2), data, old, advantages, cases.hopper(), 0.0, frozen_head=frozen) for frozen in (True, False)
     )

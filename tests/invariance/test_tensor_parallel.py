@@ -18,8 +18,8 @@ FAMILIES = ("normal", "confident", "shifted", "tiny")
 ALL_OPTIONS = (("temperature", 0.7), ("logit_scale", 1.3), ("softcap", 40.0))
 SETTINGS = {
     # name: setting, dtype of hidden and weight, numbers of shards to compare with one
-    "fp32 V=257": (Setting(FIXED, 257), jnp.float32, (4, 6, 8)),
-    "bf16 V=4099": (Setting(FIXED, 4099), jnp.bfloat16, (2, 3, 8)),
+    "fp32 V=257": (Setting(FIXED, 257), jnp.float32, (6, 8)),
+    "bf16 V=4099": (Setting(FIXED, 4099), jnp.bfloat16, (3, 8)),
     "fp32 V=1027, temperature, scale, soft cap": (Setting(FIXED, 1027, ALL_OPTIONS), jnp.float32, (3, 8)),
     "bf16 V=257, fp32 head, out of vocabulary is zero": (
         Setting(FIXED, 257, (("fp32_head", True), ("out_of_vocab", "zero"))),
@@ -31,8 +31,8 @@ SETTINGS = {
 }
 # Every program that is not slow stands for others of its kind: those are.
 SLOW = {
-    *(("fp32 V=257", size) for size in (4, 6)),
-    *(("bf16 V=4099", size) for size in (2, 3, 8)),
+    ("fp32 V=257", 6),
+    *(("bf16 V=4099", size) for size in (3, 8)),
     *(("fp32 V=1027, temperature, scale, soft cap", size) for size in (3, 8)),
     ("fp32 V=258, 8 granules", 2),
 }
@@ -58,7 +58,7 @@ def data_for(name, family):
 
 @pytest.mark.parametrize("name, size", PROGRAMS)
 def test_every_size_gives_the_bytes_of_one_shard(name, size):
-    """Four families of values on each of 11 programs: 44 configurations."""
+    """Four families of values on each of 9 programs: 36 configurations."""
     setting, _, _ = SETTINGS[name]
     for family in FAMILIES:
         data = data_for(name, family)
