@@ -87,8 +87,7 @@ def full():
     return of
 
 
-# Other presets differ from one of these in options of its parts.
-LOSSES = QUICK + [pytest.param(name, marks=pytest.mark.slow) for name in ("gmpo", "vespo", "reinforce")]
+LOSSES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in WITHOUT_COLUMNS]
 
 
 @pytest.mark.costly

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.costly
 # fp32 sums in another order: the loss is a sum of 64 documents, and Adam divides each gradient by its own size.
 LOSS, PARAMS = 1e-5, 2e-4
 QUICK = ["fsdp=2,tensor=2"]
-# Axes alone, with a size that divides nothing where there may be one, and together.
-MESHES = "data=3 fsdp=8 tensor=5 data=2,fsdp=2,tensor=2 fsdp=2,sequence=2,tensor=2"
+# Every axis alone, with a size that divides nothing where there may be one, and all of them together.
+MESHES = "data=3 fsdp=3 fsdp=8 tensor=5 sequence=2 data=2,fsdp=2,tensor=2 fsdp=2,sequence=2,tensor=2"
 SLOW = [pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES.split()]
 
 
