@@ -3,8 +3,12 @@
 By token chunks: one product leaves bf16 exponentials of the logits and the tile statistics; these give the log-probs, the
 loss its cotangents, and the exponentials become dz (:mod:`jaxlogp.head.hopper.exponentials`); then dH = dz · W and
 dW += dzᵀ · H. Three products instead of four.
+
+The first chunk, those of a loop and the last one run the same kernels: what they share is jitted, so that JAX lowers each
+kernel once and not three times.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -111,7 +115,26 @@ class _LogitGradient(NamedTuple):
     scale: Array | None
 
 
-def _hidden_gradient(dz: _LogitGradient, operands: Operands, engine: HopperSettings, live: Array) -> Array:
+@functools.partial(jax.jit, static_argnames=("launch", "with_entropy"))
+def _exponentials(
+    operands: Operands, column: Array, estimate: Array | None, live: Array, *, launch: Launch, with_entropy: bool
+) -> tuple[Array, Array]:
+    """Tile statistics of a chunk, and its exponentials."""
+    options = {"with_entropy": with_entropy, "live": live, "with_exp": True, "estimate": estimate}
+    return forward_statistics(operands, column, launch, **options)
+
+
+@functools.partial(jax.jit, static_argnames="launch")
+def _recomputed(operands: Operands, scalars: RowScalars, exp: Array, live: Array, *, launch: Launch) -> Array:
+    """The exponentials, whose live rows, if there are any, become dz."""
+    gradient, columns = jax.new_ref(exp), exp.shape[1]
+    how = {"with_slope": False, "work": Work(live), "into": gradient}
+    chunk_gradient(operands, scalars, jnp.int32(0), columns, launch, **how)
+    return jax.freeze(gradient)
+
+
+@functools.partial(jax.jit, static_argnames="engine")
+def _hidden_gradient(dz: _LogitGradient, operands: Operands, live: Array, *, engine: HopperSettings) -> Array:
     """dz · W in fp32; rows after the live ones may be anything."""
     (tokens, columns), hidden_size = dz.values.shape, operands.hidden.shape[1]
     tiles = engine.head_tiles(hidden_size)
@@ -277,7 +300,8 @@ class _OnePass:
         """Values and hidden gradient of a chunk of tokens; its part of dW, plus ``addend``, goes to ``out``, or None."""
         start, place = index * self.size, pl.ds(index * self.size, self.size)
         count = jnp.clip(self.rows.count - start, 0, self.size)
-        live = whole_rows(count, self.multiple)
+        # Of one type in every chunk.
+        live = vary_over(whole_rows(count, self.multiple), self.call.axes)
         if may_skip:
             live = jnp.where(count > 0, live, 0)
         if addend is not None or out is None:
@@ -291,7 +315,7 @@ class _OnePass:
         operands = self.operands.with_hidden(part(self.operands.hidden))
         chunk = _Chunk(operands, targets, *jax.tree.map(part, (self.estimate, self.origin)), live)
         values, dz = self._logit_gradient(chunk, jax.tree.map(part, self.tokens))
-        d_here = _hidden_gradient(dz, operands, self.engine, live)
+        d_here = _hidden_gradient(dz, operands, live, engine=self.engine)
         if out is not None:
             launch = self.engine.launch(self.tiles.one_pass_d_weight)
             _add_weight_gradient(out, dz, operands, launch, live, addend)
@@ -310,15 +334,9 @@ class _OnePass:
     def _logit_gradient(self, chunk: _Chunk, tokens: Any) -> tuple[TokenLogProbs, _LogitGradient]:
         """Values of a chunk, and its dz."""
         call = self.call
-        partials, exp = forward_statistics(
-            chunk.operands,
-            chunk.targets.column,
-            self.engine.launch(self.config),
-            with_entropy=call.with_entropy,
-            live=chunk.live,
-            with_exp=True,
-            estimate=chunk.estimate,
-        )
+        operands, column, launch = chunk.operands, chunk.targets.column, self.engine.launch(self.config)
+        how = {"launch": launch, "with_entropy": call.with_entropy}
+        partials, exp = _exponentials(operands, column, chunk.estimate, chunk.live, **how)
         partials = vary_over(partials, call.axes)
         maximum = jnp.max(partials[:, 0], axis=0)
         if call.axis_name is not None:
@@ -345,9 +363,5 @@ class _OnePass:
 
         A kernel with nothing to do ends at once; a condition of XLA would have the host wait for its outcome.
         """
-        gradient = jax.new_ref(exp)
-        launch, work = self.engine.launch(self.tiles.logit_gradient), Work(jnp.where(lost, chunk.live, 0))
-        chunk_gradient(
-            chunk.operands, scalars, jnp.int32(0), self.columns, launch, with_slope=False, work=work, into=gradient
-        )
-        return jax.freeze(gradient)
+        launch = self.engine.launch(self.tiles.logit_gradient)
+        return _recomputed(chunk.operands, scalars, exp, jnp.where(lost, chunk.live, 0), launch=launch)

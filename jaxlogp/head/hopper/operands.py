@@ -1,8 +1,10 @@
 """Operands of the Hopper kernels, their launch options, and the tokens that count."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -11,6 +13,11 @@ from jaxlogp.head.hopper.tiles import TileConfig
 from jaxlogp.head.projection import HeadSpec
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("hidden", "weight", "bias", "width"),
+    meta_fields=("spec", "vocab_dim"),
+)
 @dataclasses.dataclass(frozen=True)
 class Operands:
     """hidden · weightᵀ + bias, as the kernels read it.
