@@ -6,6 +6,7 @@ then gives the log-probs of all tokens drawn in a group, on the ids that they we
 results do not depend on the batch that a token is in.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -65,8 +66,8 @@ class InvariantSampler(Sampler):
         drawn, log_probs, ends, support = jax.tree.map(lambda *parts: np.concatenate(parts)[:count], *groups)
         return Samples(drawn, log_probs, ends - lengths, support)
 
-    def memory(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> None:
-        return None
+    def lower(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> Callable[[], None]:
+        return lambda: None
 
     def _complete_group(
         self, loaded: LeafParameters, prompts: np.ndarray, lengths: np.ndarray, start: int, key: jax.Array, copies: int

@@ -58,7 +58,7 @@ class LeafSums:
     def trace(self, params: nnx.State, padding: GlobalMicroBatch) -> None:
         self._programs.trace(padding.packing.rows, padding.packing.row_length, padding.packing.support_capacity)
 
-    def ahead(self, params: nnx.State, padding: GlobalMicroBatch) -> None:
+    def lower(self, params: nnx.State, padding: GlobalMicroBatch) -> None:
         """Returns None: a leaf takes several programs."""
 
     def without_zeros(

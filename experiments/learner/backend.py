@@ -44,8 +44,8 @@ class GradientBackend(Protocol):
     def trace(self, params: nnx.State, padding: GlobalMicroBatch) -> None:
         """Makes `head_run` known without compiling, and raises EngineUnavailable for a head that cannot run here."""
 
-    def ahead(self, params: nnx.State, padding: GlobalMicroBatch) -> CompiledProgram | None:
-        """Compiles the program of one round before its first call; None if it is not a single one."""
+    def lower(self, params: nnx.State, padding: GlobalMicroBatch) -> Callable[[], CompiledProgram] | None:
+        """Lowers the program of one round, and returns what compiles it before its first call; None if there are many."""
 
     def without_zeros(
         self, documents: Sequence[Document], packing: Packing

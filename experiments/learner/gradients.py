@@ -24,7 +24,7 @@ from experiments.learner.backend import GradientBackend, LabelValues, StepGradie
 from experiments.learner.computed import has_effect
 from experiments.learner.objectives import NO_CONSTANTS, HeadPlacement, LossConstants, LossTerms, Objective
 from experiments.learner.packing import GlobalMicroBatch, Packing
-from experiments.models.compiled_program import CompiledProgram, compile_program
+from experiments.models.compiled_program import CompiledProgram, lower_program
 from experiments.models.mesh import TENSOR_AXIS, document_axis, ranks_here, token_axes, wait_if_simulated
 from experiments.models.placement import whole_on_host
 from experiments.models.sharding import parameter_shardings
@@ -69,10 +69,15 @@ class GspmdGradients(GradientBackend):
     def trace(self, params: nnx.State, padding: GlobalMicroBatch) -> None:
         jax.eval_shape(self._sums, params, self._frozen, self._placed(padding), np.int32(0), NO_CONSTANTS)
 
-    def ahead(self, params: nnx.State, padding: GlobalMicroBatch) -> CompiledProgram:
+    def lower(self, params: nnx.State, padding: GlobalMicroBatch) -> Callable[[], CompiledProgram]:
         operands = (params, self._frozen, self._placed(padding), np.int32(0), NO_CONSTANTS)
-        program = compile_program(self._sums, *operands)
-        return program._replace(results=program.results[0])
+        compiled = lower_program(self._sums, *operands)
+
+        def with_sums_alone() -> CompiledProgram:
+            program = compiled()
+            return program._replace(results=program.results[0])
+
+        return with_sums_alone
 
     def without_zeros(
         self, documents: Sequence[Document], packing: Packing

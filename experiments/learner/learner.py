@@ -1,7 +1,7 @@
 """The learner: parameters, optimizer state and reference, and the one optimizer step that changes them."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -95,14 +95,22 @@ class Learner:
         self.entropy_coefficient = None if entropy_control is None else entropy_control.first
         self.gradients.trace(self.state.params, self._step_packing.padding())
 
-    def programs(self) -> tuple[CompiledProgram, CompiledProgram] | None:
-        """Compiles the programs of a micro-batch and of the update before the first step; None with `--invariant`."""
-        micro_batch = self.gradients.ahead(self.state.params, self._step_packing.padding())
-        return None if micro_batch is None else (micro_batch, self._update.ahead(self.state, micro_batch.results))
+    def lower(self) -> Callable[[], tuple[CompiledProgram, CompiledProgram]] | None:
+        """Lowers the program of a micro-batch; returns what compiles it and that of the update; None with `--invariant`."""
+        micro_batch = self.gradients.lower(self.state.params, self._step_packing.padding())
+        return None if micro_batch is None else functools.partial(self._compiled, micro_batch)
+
+    def _compiled(self, micro_batch: Callable[[], CompiledProgram]) -> tuple[CompiledProgram, CompiledProgram]:
+        program = micro_batch()
+        return program, self._update.ahead(self.state, program.results)
 
     def begin(self, params: nnx.State) -> None:
         """Goes on from other parameters, which are the reference, with a fresh optimizer state."""
         self.state = self._update.init(params)
+        self.keep_reference()
+
+    def keep_reference(self) -> None:
+        """Takes the present parameters as the reference, where one is kept."""
         # A copy: the next step takes over the memory of the parameters.
         self.reference = jax.tree.map(jnp.copy, self.state.params) if self.keeps_reference else None
 
@@ -187,6 +195,11 @@ class Learner:
     def mismatch(self) -> str | None:
         """Returns a phrase that names a part of the state of which devices hold different copies; None where all agree."""
         return self._backend.replicas.first_mismatch(self.state._asdict())
+
+    def copy_to_host(self) -> None:
+        """Begins to copy the state to the host, for the checkpoint of it: what a rollout returns would wait for the copy."""
+        for leaf in jax.tree.leaves(self._arrays()):
+            leaf.copy_to_host_async()
 
     def saved(self) -> LearnerState:
         """Returns what a checkpoint holds: parameters, optimizer state, and the reference where there is one; as JSON the

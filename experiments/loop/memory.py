@@ -84,7 +84,9 @@ def say_memory(setup: Setup, progress: Progress, console: RunConsole, *, resumed
         return
     warm_start_to_come = setup.warms_up and progress.evaluated < 0
     with console.waiting("compiling the programs of a step, a rollout and an evaluation"):
-        need = memory_need(setup, warm_start_to_come=warm_start_to_come)
+        # The first checkpoint of a run without a warm start is of this state.
+        copied = not resumed and not setup.warms_up
+        need = memory_need(setup, warm_start_to_come=warm_start_to_come, copies_state=copied)
     # Each process knows its own devices, and all of them have to decide alike.
     told = {"limit": device_limit(setup.mesh.local_devices), "need": need._replace(parts=dict(need.parts))}
     everywhere = processes().gather("memory of devices", told)
@@ -104,16 +106,20 @@ def say_memory(setup: Setup, progress: Progress, console: RunConsole, *, resumed
     console.warn(str(error))
 
 
-def memory_need(setup: Setup, *, warm_start_to_come: bool) -> MemoryNeed:
-    """What a run needs, its warm start included; of `--invariant`, whose programs are many small ones, the state alone."""
+def memory_need(setup: Setup, *, warm_start_to_come: bool, copies_state: bool = False) -> MemoryNeed:
+    """What a run needs, its warm start included; of `--invariant`, whose programs are many small ones, the state alone.
+
+    With `copies_state` the state is copied to the host while programs compile.
+    """
     state, params = _state(setup, warm_start_to_come), setup.learner.state.params
     alone = MemoryNeed(state, host=bytes_of_process(setup.learner.template()))
     shapes = setup.shapes
     if warm_start_to_come:
         evaluation = shapes["evaluation"]
         shapes["evaluation"] = evaluation._replace(prompts=max(evaluation.prompts, CHECK_PROMPTS))
-    drawing = [functools.partial(setup.samplers.memory, params, shape) for shape in shapes.values()]
-    programs, *needs = _side_by_side([setup.learner.programs, *drawing])
+    drawing = [functools.partial(setup.samplers.lower, params, shape) for shape in shapes.values()]
+    meanwhile = setup.learner.copy_to_host if copies_state else lambda: None
+    programs, *needs = _side_by_side([setup.learner.lower, *drawing], meanwhile)
     draws = dict(zip(shapes, needs, strict=True))
     if programs is None:
         return alone
@@ -134,16 +140,21 @@ def memory_need(setup: Setup, *, warm_start_to_come: bool) -> MemoryNeed:
     return alone._replace(parts=parts, compiling=peak_bytes(setup.mesh.local_devices) or 0)
 
 
-def _side_by_side(compilations: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Returns what they return: XLA uses few cores for one program. Those of several processes may wait for each other's.
+def _side_by_side(
+    lowerings: Sequence[Callable[[], Callable[[], Any] | None]], meanwhile: Callable[[], None]
+) -> list[Any]:
+    """Returns what is compiled of each program, None where there is none to compile: XLA uses few cores for one.
+
+    They are lowered one after the other: JAX 0.11 numbers the kernels that it lowers, and a cache of compiled programs knows
+    one with other numbers as another program. Compilations of several processes may wait for each other's.
 
     What a caller has set for its own thread alone, such as `jax.default_matmul_precision`, is unknown there: a program is
     then compiled again for its first call.
     """
-    if processes().count > 1:
-        return [compiled() for compiled in compilations]
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(lambda compiled: compiled(), compilations))
+    with ThreadPoolExecutor(None if processes().count == 1 else 1) as pool:
+        compilations = [pool.submit(lower() or (lambda: None)) for lower in lowerings]
+        meanwhile()
+        return [compiled.result() for compiled in compilations]
 
 
 def _state(setup: Setup, warm_start_to_come: bool) -> int:

@@ -86,7 +86,7 @@ class _Session:
         else:
             self.writer.begin()
             self._discard_newer("from the beginning")
-            self.setup.learner.begin(self.setup.learner.release())
+            self.setup.learner.keep_reference()
         return self._loop(training_phase(self.setup)).run()
 
     def _warm_start(self) -> None:

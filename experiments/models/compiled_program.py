@@ -1,5 +1,6 @@
 """Programs that are compiled before their first call."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -28,10 +29,19 @@ def largest(*needs: int | None) -> int | None:
 
 def compile_program(function: Any, *operands: Any) -> CompiledProgram:
     """Compiles a jitted function for operands, or shapes with places; calls with such operands find this program again."""
+    return lower_program(function, *operands)()
+
+
+def lower_program(function: Any, *operands: Any) -> Callable[[], CompiledProgram]:
+    """Lowers a jitted function as `compile_program` does; what is returned compiles it."""
     traced = function.trace(*operands)
-    compiled = traced.lower().compile()
+    lowered = traced.lower()
 
     def placed(x: Any, place: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place, weak_type=x.weak_type)
 
-    return CompiledProgram(compiled, jax.tree.map(placed, traced.out_info, compiled.output_shardings))
+    def compiled() -> CompiledProgram:
+        program = lowered.compile()
+        return CompiledProgram(program, jax.tree.map(placed, traced.out_info, program.output_shardings))
+
+    return compiled

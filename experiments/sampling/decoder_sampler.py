@@ -4,8 +4,9 @@ Shapes: T completions of Q prompts, B rows that draw them, P slots of a prompt, 
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from experiments.models.attention import KVCache, continued
-from experiments.models.compiled_program import compile_program, largest
+from experiments.models.compiled_program import CompiledProgram, compile_program, largest, lower_program
 from experiments.models.decoder import Decoder
 from experiments.models.mesh import num_ranks, put_in_ranks, row_axes, rows_of_ranks, split_rows
 from experiments.models.placement import bytes_a_device, placed, whole_on_host
@@ -29,6 +30,10 @@ FEWEST_ROWS = 16
 """No rank's batch is narrowed to fewer rows."""
 SHORTEST_NARROWED = 256
 """Nor is one whose completions are shorter: a program for each size would have to be compiled."""
+FEWEST_FOR_LIBRARY = 64
+"""Rows of a rank from which a GPU's library multiplies. XLA's own kernels for products were never faster there, up to 13 %
+slower, and take longer to compile; with 8 rows they were 8 % faster (benchmarks/results/sampler_library_h100.md)."""
+LIBRARY_ALONE = {"xla_gpu_enable_triton_gemm": False}
 
 
 class DecoderSampler(Sampler):
@@ -46,10 +51,10 @@ class DecoderSampler(Sampler):
     ) -> Samples:
         mesh, state = self._model.mesh, self._model.state(params)
         program = _Program(self._model.graph, self._rule, copies, num_ranks(mesh))
-        rows = _prefill(program, state, *split_rows((prompts, lengths), mesh), key)
+        rows = _prefilling()(program, state, *split_rows((prompts, lengths), mesh), key)
         # Rows stay on their rank. Finished ones leave: when few enough are left on every rank, these go on alone.
         for size in self._sizes(len(rows.done) // program.ranks):
-            rows = _decode(program, size, state, rows)
+            rows = _decoding(program, rows)(program, size, state, rows)
             done, left = whole_on_host((rows.done, _left(program, rows)))
             if not left.any():
                 break
@@ -59,16 +64,22 @@ class DecoderSampler(Sampler):
         drawn = whole_on_host(rows.drawn)
         return jax.tree.map(lambda x: x[: len(prompts) * copies], self._samples(drawn))
 
-    def memory(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> int | None:
-        # All programs but those for the rows that are left when others have ended, which take less.
+    def lower(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> Callable[[], int | None]:
         mesh = self._model.mesh
         program = _Program(self._model.graph, self._rule, copies, num_ranks(mesh))
         state, copied = self._model.shapes(params)
         given = split_rows((np.zeros((prompts, tokens), np.int32), np.ones(prompts, np.int32)), mesh)
-        prefill = compile_program(_prefill, program, state, *given, jax.random.key(0))
+        prefill = lower_program(_prefilling(), program, state, *given, jax.random.key(0))
+        return functools.partial(self._memory, program, state, copied, prefill)
+
+    def _memory(
+        self, program: "_Program", state: nnx.State, copied: int, lowered: Callable[[], CompiledProgram]
+    ) -> int | None:
+        # All programs but those for the rows that are left when others have ended, which take less.
+        prefill = lowered()
         rows = len(prefill.results.done) // program.ranks
         size = self._sizes(rows)[0]
-        decode = compile_program(_decode, program, size, state, prefill.results)
+        decode = compile_program(_decoding(program, prefill.results), program, size, state, prefill.results)
         # While rows leave, what those that stay have drawn is there twice, and their prompts if each has its own.
         cache = prefill.results.cache
         own = [held if cache.prompt_of_row is None else (held.keys, held.values) for held in cache.layers]
@@ -139,7 +150,23 @@ class _Rows:
     waiting: _Waiting | None
 
 
-@functools.partial(jax.jit, static_argnums=0)
+def _prefilling() -> Any:
+    return _jitted(_prefill, 0, (), jax.default_backend() == "gpu")
+
+
+def _decoding(program: _Program, rows: _Rows) -> Any:
+    many = len(rows.done) >= FEWEST_FOR_LIBRARY * program.ranks
+    # XLA's own kernels widen 8-bit matrices as they read them.
+    by_library = jax.default_backend() == "gpu" and many and not program.rule.options.int8_weights
+    return _jitted(_decode, (0, 1), 3, by_library)
+
+
+@functools.cache
+def _jitted(function: Callable[..., _Rows], static: Any, donated: Any, by_library: bool) -> Any:
+    options = LIBRARY_ALONE if by_library else None
+    return jax.jit(function, static_argnums=static, donate_argnums=donated, compiler_options=options)
+
+
 def _prefill(program: _Program, state, prompts, lengths, key) -> _Rows:
     """Reads the prompts and draws the first token of every row."""
     rule, ranks, copies = program.rule, program.ranks, program.copies
@@ -194,7 +221,6 @@ def _read_in_blocks(model: Decoder, prompts, lengths, ranks: int, at_once: int) 
     return rank_by_rank(hidden), replace(cache, layers=layers, prompt_lengths=rank_by_rank(cache.prompt_lengths))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def _decode(program: _Program, size: int, state, rows: _Rows) -> _Rows:
     """Draws until no rank has more than `size` completions that have not ended."""
     model = nnx.merge(program.graph, state)

@@ -67,9 +67,9 @@ class Samplers:
             self._samplers[key] = self._make_sampler(*key)
         return self._samplers[key]
 
-    def memory(self, params: nnx.State, shape: Shape) -> int | None:
-        """Returns the most bytes that a draw of this shape takes per device, as `Sampler.memory`."""
-        return self.find(shape.options, shape.tokens).memory(params, shape.prompts, shape.tokens, shape.copies)
+    def lower(self, params: nnx.State, shape: Shape) -> Callable[[], int | None]:
+        """Lowers what draws completions of this shape, as `Sampler.lower`."""
+        return self.find(shape.options, shape.tokens).lower(params, shape.prompts, shape.tokens, shape.copies)
 
 
 class SamplerPolicy:

@@ -1,12 +1,14 @@
 """The sampler of a model without a key-value cache: for every new token its whole row is computed again."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
 
-from experiments.models.compiled_program import compile_program
+from experiments.models.compiled_program import lower_program
 from experiments.models.mesh import split_rows
 from experiments.models.placement import bytes_a_device, whole_on_host
 from experiments.sampling.sample_token import CompletionRule, keys_of_rows
@@ -31,12 +33,16 @@ class RecomputeSampler(Sampler):
         samples = self._run(self._model.state(params), *self._placed(prompts, lengths, copies), key, copies)
         return jax.tree.map(lambda x: x[: len(prompts) * copies], whole_on_host(samples))
 
-    def memory(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> int | None:
+    def lower(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> Callable[[], int | None]:
         rows = self._placed(np.zeros((prompts, tokens), np.int32), np.ones(prompts, np.int32), copies)
         state, copied = self._model.shapes(params)
-        program = compile_program(self._run, state, *rows, jax.random.key(0), copies)
-        beside = program.bytes_beside(bytes_a_device(state))
-        return None if beside is None else beside + copied
+        compiled = lower_program(self._run, state, *rows, jax.random.key(0), copies)
+
+        def memory() -> int | None:
+            beside = compiled().bytes_beside(bytes_a_device(state))
+            return None if beside is None else beside + copied
+
+        return memory
 
     def _placed(self, prompts: np.ndarray, lengths: np.ndarray, copies: int) -> tuple[jax.Array, jax.Array]:
         """Returns rows with room for completions, and their lengths without."""

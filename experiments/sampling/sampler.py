@@ -11,6 +11,7 @@ A sampler is made once and called with new parameters every step; nothing is tra
 Shapes: B rows, P slots of a prompt, N new tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -54,11 +55,11 @@ class Sampler(Protocol):
         `params` are the trained parameters.
         """
 
-    def memory(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> int | None:
-        """Returns the most bytes it takes per device beside the parameters, of which shapes, dtypes and places are enough.
+    def lower(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> Callable[[], int | None]:
+        """Lowers the first of its programs for [`prompts`, `tokens`]; of `params` shapes, dtypes and places are enough.
 
-        Its programs for [`prompts`, `tokens`] are compiled for that before their first call; None if they are many small
-        ones, or if the compiler does not say.
+        What is returned compiles these programs before their first call, and returns the most bytes that they take per
+        device beside the parameters; None if they are many small ones, or if the compiler does not say.
         """
 
 

@@ -89,7 +89,7 @@ def test_a_program_compiled_for_its_memory_is_the_one_that_runs(caplog):
     )
     state = update.init(params)
     with jax.log_compiles():
-        program = sums.ahead(state.params, batch(2))
+        program = sums.lower(state.params, batch(2))()
         then = update.ahead(state, program.results)
         for name in ("_of_micro_batch", "_applied"):
             assert any(f"Compiling jit({name})" in each.getMessage() for each in caplog.records)
@@ -125,14 +125,14 @@ def test_a_rollout_takes_its_cache_and_little_else(mesh):
     slot = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim * 4
     cache = prompts * (sizes.prompt + 8 * sizes.completion) * slot / parse_mesh(mesh).num_devices
     # Each row with a copy of its prompt; logits, what a token is drawn with, and the completions.
-    assert 0.9 * cache < setup.samplers.memory(setup.learner.state.params, setup.source.shape) < 1.4 * cache
+    assert 0.9 * cache < setup.samplers.lower(setup.learner.state.params, setup.source.shape)() < 1.4 * cache
 
 
 def test_parameters_on_a_mesh_of_the_rollouts_own_count():
     apart = assemble(tiny("unused", "unused", mesh="fsdp=2", rollout={"mesh": "data=2"}))
     there = assemble(tiny("unused", "unused", mesh="data=2"))
     copies = bytes_a_device(there.learner.state.params)
-    need, without = (each.samplers.memory(each.learner.state.params, each.source.shape) for each in (apart, there))
+    need, without = (each.samplers.lower(each.learner.state.params, each.source.shape)() for each in (apart, there))
     assert need == without + copies
     assert bytes_a_device(apart.learner.state.params) < copies
 
@@ -222,7 +222,7 @@ def test_an_evaluation_takes_no_more_rows_than_a_rollout():
     assert evaluation.prompts * evaluation.copies == 180 and rollout.prompts * rollout.copies == 64
     assert evaluation.options.rows == 32 and rollout.options.rows is None
     params = setup.learner.state.params
-    drawn, scored = (setup.samplers.memory(params, shape) for shape in (rollout, evaluation))
+    drawn, scored = (setup.samplers.lower(params, shape)() for shape in (rollout, evaluation))
     # Tokens and log-probs of all completions, and the prompts, are kept beside the rows.
     decoder, prompt = setup.model.decoder, setup.sizes.prompt
     slot = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim * 4

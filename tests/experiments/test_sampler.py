@@ -365,8 +365,8 @@ def test_ranks_tell_each_other_only_how_many_completions_are_left(rows, options)
     mesh = make_mesh(MeshSpec(data=2))
     graph, state = nnx.split(on_mesh(mesh))
     program = decoder_sampler._Program(graph, rule(NEW, **ENDS, **options, rows=rows), 4, 2)
-    drawing = decoder_sampler._prefill(program, state, *split_rows(prompts(), mesh), jax.random.key(0))
-    text = decoder_sampler._decode.lower(program, 0, state, drawing).compile().as_text()
+    drawing = decoder_sampler._prefilling()(program, state, *split_rows(prompts(), mesh), jax.random.key(0))
+    text = decoder_sampler._decoding(program, drawing).lower(program, 0, state, drawing).compile().as_text()
     sent = re.findall(r"= (\S+?)(?:\{\S*)? (?:all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", text)
     # The number of completions, and whether any row has too little room for its support.
     assert sent and set(sent) <= {"s32[]", "pred[]"}
@@ -377,7 +377,7 @@ def test_few_rows_at_a_time_have_the_cache_of_few():
     graph, state = nnx.split(decoder())
     options = SampledModel(graph, make_mesh(MeshSpec()))
     all_rows, few = (
-        DecoderSampler(options, rule(512, **ENDS, rows=rows)).memory(state, 16, 8, 4) for rows in (None, 8)
+        DecoderSampler(options, rule(512, **ENDS, rows=rows)).lower(state, 16, 8, 4)() for rows in (None, 8)
     )
     # 64 rows and 8 of keys and values of 511 tokens, two layers of two heads of 8 numbers of four bytes.
     of_row = 511 * 2 * 2 * 2 * 8 * 4
@@ -391,7 +391,7 @@ def test_prompts_that_wait_take_the_memory_of_their_cache():
     # 128 prompts of 256 tokens: keys and values of two layers and two heads. Four prompts at a time, each with the scores of
     # four heads, and smaller things.
     cache, scores = 128 * 256 * 2 * 2 * 2 * 8 * 4, 4 * 4 * 256**2 * 4
-    assert cache < sampler.memory(state, 128, 256, 2) < cache + 1.2 * scores
+    assert cache < sampler.lower(state, 128, 256, 2)() < cache + 1.2 * scores
 
 
 @pytest.mark.bad_input

@@ -100,7 +100,8 @@ def test_documents_that_lie_on_several_sequence_ranks_are_one_document(options):
 def program_on(mesh):
     """The compiled program of a micro-batch, and (kind, shape) of every collective in it."""
     setup = setup_on(mesh)
-    program = setup.learner.gradients.ahead(setup.learner.state.params, setup.learner._step_packing.padding()).compiled
+    learner = setup.learner
+    program = learner.gradients.lower(learner.state.params, learner._step_packing.padding())().compiled
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all"
     found = re.findall(rf"= \(?(\w+\[[\d,]*\]).*? ({kinds})\(", program.as_text())
     return program, [(kind, shape) for shape, kind in found]
