@@ -3,6 +3,7 @@
 import functools
 import io
 import logging
+import threading
 from types import SimpleNamespace
 
 import jax
@@ -128,6 +129,31 @@ def test_a_rollout_takes_its_cache_and_little_else(mesh):
     assert 0.9 * cache < setup.samplers.lower(setup.learner.state.params, setup.source.shape)() < 1.4 * cache
 
 
+def test_programs_are_lowered_in_order_and_compiled_beside_each_other():
+    lowered, here, both = [], threading.get_ident(), threading.Barrier(2, timeout=60)
+
+    def lower(name):
+        assert threading.get_ident() == here
+        lowered.append(name)
+        return lambda: (both.wait(), name)[1]
+
+    programs = [functools.partial(lower, "a"), lambda: None, functools.partial(lower, "b")]
+    assert memory._side_by_side(programs, lambda: lowered.append("meanwhile")) == ["a", None, "b"]
+    assert lowered == ["a", "b", "meanwhile"]
+
+
+@pytest.mark.parametrize(
+    "warms_up, resumed, copied", [(False, False, True), (True, False, False), (False, True, False)]
+)
+def test_the_state_of_a_first_checkpoint_is_copied_while_programs_compile(monkeypatch, warms_up, resumed, copied):
+    told = []
+    monkeypatch.setattr(memory, "memory_need", lambda setup, **options: told.append(options) or NEED)
+    config = Config(schedule=ScheduleConfig(steps=1)).resolved()
+    setup = SimpleNamespace(mesh=make_mesh(parse_mesh("")), config=config, warms_up=warms_up)
+    say_memory(setup, Progress(evaluated=0), RunConsole(stream=io.StringIO()), resumed=resumed)
+    assert told == [{"warm_start_to_come": False, "copies_state": copied}]
+
+
 def test_parameters_on_a_mesh_of_the_rollouts_own_count():
     apart = assemble(tiny("unused", "unused", mesh="fsdp=2", rollout={"mesh": "data=2"}))
     there = assemble(tiny("unused", "unused", mesh="data=2"))
@@ -137,7 +163,7 @@ def test_parameters_on_a_mesh_of_the_rollouts_own_count():
     assert bytes_a_device(apart.learner.state.params) < copies
 
 
-def test_a_warm_start_has_an_optimizer_and_micro_batches_of_its_own():
+def test_a_warm_start_has_an_optimizer_and_micro_batches_of_its_own(monkeypatch):
     """Its AdamW holds two numbers a parameter where the run's own optimizer holds one."""
     options = {
         "optimizer": {"name": "muon"},
@@ -148,7 +174,10 @@ def test_a_warm_start_has_an_optimizer_and_micro_batches_of_its_own():
     params = bytes_a_device(setup.learner.state.params)
     first = memory_need(setup, warm_start_to_come=True)
     assert 3 * params <= first.state < 3 * params + 100
-    after = memory_need(setup, warm_start_to_come=False)
+    copied = []
+    monkeypatch.setattr(setup.learner, "copy_to_host", lambda: copied.append(True))
+    after = memory_need(setup, warm_start_to_come=False, copies_state=True)
+    assert copied == [True] and after == memory_need(setup, warm_start_to_come=False) and copied == [True]
     assert after.state == params + bytes_a_device(setup.learner.state.opt_state)
     # A batch of the warm start takes several micro-batches here: their sum is beside the gradients of one. With it are the
     # sums of metrics: fewer than 200 numbers of 4 bytes.

@@ -209,8 +209,8 @@ def test_the_host_never_holds_a_second_copy(tmp_path):
     ratio, size = map(float, done.stdout.split())
     assert size > 200e6
     # The parameters themselves, on a CPU in the same memory, one stacked matrix of a fifth of them, and a quarter of it for
-    # each of: the layers on their way, as they are stored, and what their threads keep of freed ones. Copies to the device go
-    # on beside the reading: on a busy machine two matrices more are on their way. A second copy would make it 2.
+    # each of: the layers on their way, as they are stored, and what their threads keep of freed ones. Copies to the device
+    # go on beside the reading: on a busy machine two matrices more are on their way. A second copy would make it 2.
     assert 1.0 <= ratio < 1.8
 
 

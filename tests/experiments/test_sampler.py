@@ -3,6 +3,7 @@
 import functools
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -356,6 +357,19 @@ def test_completions_that_wait_are_drawn_when_all_rows_end_at_once(spec, monkeyp
     whole, few = (sample(*inputs, rule(NEW, rows=rows), copies=1) for rows in (None, 4 // spec.ranks))
     np.testing.assert_array_equal(few.tokens, whole.tokens)
     np.testing.assert_allclose(few.log_probs, whole.log_probs, atol=ROUNDING)
+
+
+def test_a_gpus_library_multiplies_prompts_and_many_rows_alone(monkeypatch):
+    monkeypatch.setattr(decoder_sampler, "_jitted", lambda function, static, donated, by_library: by_library)
+
+    def by_library(rows, int8=False):
+        program = decoder_sampler._Program(None, rule(NEW, **ENDS, int8_weights=int8), 4, ranks=2)
+        return decoder_sampler._decoding(program, SimpleNamespace(done=np.zeros(2 * rows)))
+
+    assert not decoder_sampler._prefilling() and not by_library(64)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert decoder_sampler._prefilling() and by_library(64)
+    assert not by_library(63) and not by_library(64, int8=True)
 
 
 @pytest.mark.costly

@@ -3,6 +3,7 @@
 On the CPU through JAX's Mosaic GPU interpreter, against the two steps by the reference engine.
 """
 
+import collections
 import functools
 
 import jax
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 
 from jaxlogp import linear_log_probs, linear_policy_loss
-from jaxlogp._mosaic_gpu import why_not_available
+from jaxlogp._mosaic_gpu import kernel, why_not_available
 from jaxlogp.head import HopperEngine, record_head_runs
+from jaxlogp.head.hopper import gradient_products, product
 from jaxlogp.head.hopper import one_pass as hopper_one_pass
 from jaxlogp.head.hopper.tiles import head_tiles
 from jaxlogp.losses import grpo, reinforce
@@ -48,6 +50,32 @@ def check_program(one_pass, data, loss, **options):
     compare(actual, wanted, gradient_error=GRADIENT_ERROR)
     assert not np.asarray(actual[2].hidden, np.float32)[~np.asarray(data["mask"])].any()
     return actual, wanted
+
+
+@needs_interpreter
+def test_chunks_share_kernels_that_do_the_same(monkeypatch):
+    """First chunk, loop and last one trace a kernel once: one that is traced again is lowered and compiled again."""
+    monkeypatch.setattr(hopper_one_pass, "CHUNK_BYTES", 64 * 2 * 512)
+    traced = collections.Counter()
+
+    def counted(body, *, name, **options):
+        traced[name] += 1
+        return kernel(body, name=name, **options)
+
+    for module in (product, gradient_products):
+        monkeypatch.setattr(module, "kernel", counted)
+    # No other test has this vocabulary, whose kernels would be known.
+    data, options = bf16_problem(300, vocab=504)
+    jax.eval_shape(program(one_call, grpo(), hopper(), options), data)
+    del traced["head_uninitialised"]
+    # Of dH the first window is written and what is left of the columns added; of dW the first chunk is written, the next
+    # ones are added, and the last one is rounded.
+    assert traced == {
+        "head_exponentials": 1,
+        "head_logit_gradient": 1,
+        "head_hidden_gradient": 2,
+        "head_weight_gradient": 3,
+    }
 
 
 @needs_interpreter
