@@ -7,6 +7,7 @@ import functools
 import gc
 import os
 import threading
+from pathlib import Path
 
 if os.environ.get("JAXLOGP_TEST_GPU") != "1":
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -26,7 +27,7 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
-from jax._src import cache_key
+from jax._src import cache_key, lru_cache
 from jax._src import callback as jax_callbacks
 from jax._src.interpreters import mlir
 from jax.experimental.compilation_cache import compilation_cache
@@ -93,8 +94,13 @@ Runs that compile all of their programs themselves, and have the same bits, are 
 
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory):
-    """The folder of programs that tests of the trainer share."""
-    return str(tmp_path_factory.mktemp("programs"))
+    """The folder of programs that tests of the trainer share, whichever worker runs them; JAXLOGP_TEST_PROGRAMS names one
+    that several commands share."""
+    base = tmp_path_factory.getbasetemp()
+    beside = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "programs"
+    folder = Path(os.environ.get("JAXLOGP_TEST_PROGRAMS", beside))
+    folder.mkdir(exist_ok=True)
+    return str(folder)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -104,11 +110,19 @@ def compiled_programs(request, programs):
         yield
         return
     of_jax = cache_key._hash_serialized_compile_options
-    cache_key._hash_serialized_compile_options = lambda hashed, options, **_: of_jax(hashed, options, True)
-    use_programs_of(jax_compilation_cache_dir=programs, jax_persistent_cache_min_compile_time_secs=0.02)
-    yield
-    use_programs_of(jax_compilation_cache_dir=None, jax_persistent_cache_min_compile_time_secs=1.0)
-    cache_key._hash_serialized_compile_options = of_jax
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_key, of_jax.__name__, lambda hashed, options, **_: of_jax(hashed, options, True))
+        patch.setattr(lru_cache.LRUCache, "put", put_whole)
+        use_programs_of(jax_compilation_cache_dir=programs, jax_persistent_cache_min_compile_time_secs=0.02)
+        yield
+        use_programs_of(jax_compilation_cache_dir=None, jax_persistent_cache_min_compile_time_secs=1.0)
+
+
+def put_whole(cache, key, value):
+    """JAX writes a program where it will lie: another worker could read half of it."""
+    fresh = cache.path / f"{key}-{os.getpid()}"
+    fresh.write_bytes(value)
+    fresh.rename(cache.path / f"{key}{lru_cache._CACHE_SUFFIX}")
 
 
 def use_programs_of(**settings):
