@@ -11,6 +11,7 @@ from benchmarks.regression.figures import Figure
 from benchmarks.regression.start import run_timed, start_command
 from benchmarks.step_speed import __main__ as step_speed
 from experiments.config import Config, ModelConfig, ScheduleConfig
+from experiments.experience.prompts import LengthLimits
 from experiments.loop.find_model import find_model
 from experiments.loop.plan import plans_of
 from experiments.loop.supervised import find_task
@@ -93,8 +94,10 @@ def default_remat(sizes: Sizes) -> str:
     rows, length = map(int, sizes.rows.split("x"))
     schedule = ScheduleConfig(rows=rows, row_length=length)
     config = Config(task="word_problems:2", model=ModelConfig(name=sizes.model), schedule=schedule).resolved()
-    task = find_task(config)
-    plan = next(plans_of(config, task, find_model(config, task, None, restored=False), chooses_remat=True), None)
+    model = find_model(config, find_task(config), None, restored=False)
+    # Of the sizes a plan depends on rows alone.
+    of_rows = LengthLimits(prompt=0, completion=0, row=length, rows=rows)
+    plan = next(plans_of(config, of_rows, model, chooses_remat=True), None)
     print(f"  {plan or f'recomputation in the backward pass: {config.model.remat}'}", flush=True)
     return config.model.remat if plan is None or plan.remat is None else plan.remat
 

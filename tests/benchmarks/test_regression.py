@@ -17,6 +17,7 @@ from benchmarks.head_speed import shapes as head_shapes
 from benchmarks.regression import __main__ as regression
 from benchmarks.regression import parts, start
 from benchmarks.regression.figures import Figure, compare, kept_path, read_figures
+from experiments.loop import plan
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.named_shapes import NAMED_SHAPES
 
@@ -244,4 +245,7 @@ def test_step_and_sampler(tiny_and_quick, monkeypatch, capsys):
     ]
     assert [each.more_is_better for each in found] == [True, True, False, True, False, True]
     assert "recomputation in the backward pass: none" in capsys.readouterr().out
+    # As on a GPU, whose memory has a limit.
+    monkeypatch.setattr(plan, "device_limit", lambda devices: 2**33)
+    assert parts.default_remat(TINY) == "products"
     assert json.dumps([dataclasses.asdict(each) for each in found])
