@@ -119,10 +119,10 @@ def compiled_programs(request, programs):
 
 
 def put_whole(cache, key, value):
-    """JAX writes a program where it will lie: another worker could read half of it."""
-    fresh = cache.path / f"{key}-{os.getpid()}"
+    """JAX writes a program where it will lie: another worker could read half of it, or may have written it by now."""
+    fresh = Path(cache.path, f"{key}-{os.getpid()}")
     fresh.write_bytes(value)
-    fresh.rename(cache.path / f"{key}{lru_cache._CACHE_SUFFIX}")
+    fresh.replace(Path(cache.path, f"{key}{lru_cache._CACHE_SUFFIX}"))
 
 
 def use_programs_of(**settings):
