@@ -31,7 +31,7 @@ FEWEST_ROWS = 16
 SHORTEST_NARROWED = 256
 """Nor is one whose completions are shorter: a program for each size would have to be compiled."""
 FEWEST_FOR_LIBRARY = 64
-"""Rows of a rank from which a GPU's library multiplies. XLA's own kernels for products were at most 1 % faster there and up to
+"""Rows of a rank from which a GPU's library multiplies. XLA's own kernels for products were at most 1 % faster there, up to
 14 % slower, and take longer to compile; with 8 rows they were 8 % faster (benchmarks/results/sampler_library_h100.md)."""
 LIBRARY_ALONE = {"xla_gpu_enable_triton_gemm": False}
 
