@@ -17,10 +17,16 @@ import numpy as np
 
 from experiments.runs.files import create_file, make_folder, write_whole
 
-STEP, FILE_VERSION, SUMMARY, SESSION_LOG = 2, 3, 5, 7
-"""Fields of `Event`; its first is the time."""
-VALUE, TAG, STATUS, START = 1, 1, 1, 1
-"""Field of `Summary`, the first of its values, the only one of `SessionLog`, and what that says here."""
+WALL_TIME, STEP, FILE_VERSION, SUMMARY, SESSION_LOG = 1, 2, 3, 5, 7
+"""Fields of `Event`."""
+VALUE = 1
+"""The field of `Summary`."""
+TAG, SIMPLE_VALUE = 1, 2
+"""Fields of each of its values."""
+STATUS, START = 1, 1
+"""The field of `SessionLog`, and what it says here."""
+VARINT, EIGHT_BYTES, DELIMITED, FOUR_BYTES = 0, 1, 2, 5
+"""How the content of a field is written."""
 CASTAGNOLI = 0x82F63B78
 
 
@@ -33,22 +39,22 @@ class EventFile:
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         self._stream = create_file(folder / f"{name}.{secrets.token_hex(4)}")
         try:
-            self._write(_text(FILE_VERSION, b"brain.Event:2"))
+            self._write(_delimited(FILE_VERSION, b"brain.Event:2"))
             if purge_step is not None:
-                self._write(_number(STEP, purge_step) + _text(SESSION_LOG, _number(STATUS, START)))
+                self._write(_number(STEP, purge_step) + _delimited(SESSION_LOG, _number(STATUS, START)))
         except BaseException:
             self._stream.close()
             raise
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
-        values = b"".join(_text(VALUE, _scalar(name, value)) for name, value in scalars.items())
-        self._write(_number(STEP, step) + _text(SUMMARY, values))
+        values = b"".join(_delimited(VALUE, _scalar(name, value)) for name, value in scalars.items())
+        self._write(_number(STEP, step) + _delimited(SUMMARY, values))
 
     def close(self) -> None:
         self._stream.close()
 
     def _write(self, fields: bytes) -> None:
-        content = b"\x09" + struct.pack("<d", time.time()) + fields
+        content = _key(WALL_TIME, EIGHT_BYTES) + struct.pack("<d", time.time()) + fields
         length = struct.pack("<Q", len(content))
         checks = [struct.pack("<I", _masked_checksum(part)) for part in (length, content)]
         write_whole(self._stream, length + checks[0] + content + checks[1])
@@ -57,15 +63,19 @@ class EventFile:
 def _scalar(name: str, value: float) -> bytes:
     with np.errstate(over="ignore"):
         # A number beyond fp32 is infinite there.
-        return _text(TAG, name.encode()) + b"\x15" + np.array(value).astype("<f4").tobytes()
+        return _delimited(TAG, name.encode()) + _key(SIMPLE_VALUE, FOUR_BYTES) + np.array(value).astype("<f4").tobytes()
 
 
-def _text(field: int, content: bytes) -> bytes:
-    return _varint(field << 3 | 2) + _varint(len(content)) + content
+def _key(field: int, written: int) -> bytes:
+    return _varint(field << 3 | written)
+
+
+def _delimited(field: int, content: bytes) -> bytes:
+    return _key(field, DELIMITED) + _varint(len(content)) + content
 
 
 def _number(field: int, value: int) -> bytes:
-    return _varint(field << 3) + _varint(value)
+    return _key(field, VARINT) + _varint(value)
 
 
 def _varint(value: int) -> bytes:

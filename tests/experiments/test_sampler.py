@@ -370,6 +370,8 @@ def test_a_gpus_library_multiplies_prompts_and_many_rows_alone(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert decoder_sampler._prefilling() and by_library(64)
     assert not by_library(63) and not by_library(64, int8=True)
+    # An option that this version's compiler does not know is an error.
+    jax.jit(jnp.sin, compiler_options=decoder_sampler.LIBRARY_ALONE)(1.0)
 
 
 @pytest.mark.costly
