@@ -25,6 +25,7 @@ from experiments.learner.scoring import kl_between, log_probs_of, require_finite
 from experiments.learner.selection import Selection
 from experiments.learner.update import TrainState, Update, UpdateOutcome
 from experiments.models.compiled_program import CompiledProgram
+from experiments.models.placement import reserve_pinned
 from experiments.refusal import NotFinite, Refusal
 from jaxlogp import Document
 from jaxlogp.errors import require
@@ -196,10 +197,10 @@ class Learner:
         """Returns a phrase that names a part of the state of which devices hold different copies; None where all agree."""
         return self._backend.replicas.first_mismatch(self.state._asdict())
 
-    def copy_to_host(self) -> None:
-        """Begins to copy the state to the host, for the checkpoint of it: what a rollout returns would wait for the copy."""
-        for leaf in jax.tree.leaves(self._arrays()):
-            leaf.copy_to_host_async()
+    def reserve_host_memory(self) -> None:
+        """Takes what checkpoints need of the host's memory, so that the first of them holds up nothing."""
+        reference = self.state.params if self.keeps_reference and self.reference is None else ()
+        reserve_pinned((self._arrays(), reference))
 
     def saved(self) -> LearnerState:
         """Returns what a checkpoint holds: parameters, optimizer state, and the reference where there is one; as JSON the

@@ -1,7 +1,6 @@
 """What a run needs of each device's memory: asked of its compiled programs before the first of them runs."""
 
 import functools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
@@ -18,7 +17,7 @@ from experiments.loop.loop import Progress
 from experiments.loop.phase import CHECK_PROMPTS
 from experiments.models.lora import trained_part
 from experiments.models.mesh import parse_mesh
-from experiments.models.placement import bytes_a_device, bytes_of_process, total_bytes
+from experiments.models.placement import bytes_a_device, bytes_of_process, machine_bytes, total_bytes
 from experiments.processes import processes
 from experiments.runs.console import RunConsole
 
@@ -39,7 +38,7 @@ class MemoryNeed(NamedTuple):
     """Bytes of one device: held all the time, and on top of that at different moments, by name.
 
     In small runs the compiler takes most, to try out products: `compiling` is the most that was held so far. `host` is what
-    a checkpoint takes of a process until it is written.
+    a checkpoint takes of a process until it is written, or for good where it is pinned.
     """
 
     state: int
@@ -84,9 +83,7 @@ def say_memory(setup: Setup, progress: Progress, console: RunConsole, *, resumed
         return
     warm_start_to_come = setup.warms_up and progress.evaluated < 0
     with console.waiting("compiling the programs of a step, a rollout and an evaluation"):
-        # The first checkpoint of a run without a warm start is of this state.
-        copied = not resumed and not setup.warms_up
-        need = memory_need(setup, warm_start_to_come=warm_start_to_come, copies_state=copied)
+        need = memory_need(setup, warm_start_to_come=warm_start_to_come)
     # Each process knows its own devices, and all of them have to decide alike.
     told = {"limit": device_limit(setup.mesh.local_devices), "need": need._replace(parts=dict(need.parts))}
     everywhere = processes().gather("memory of devices", told)
@@ -106,11 +103,8 @@ def say_memory(setup: Setup, progress: Progress, console: RunConsole, *, resumed
     console.warn(str(error))
 
 
-def memory_need(setup: Setup, *, warm_start_to_come: bool, copies_state: bool = False) -> MemoryNeed:
-    """What a run needs, its warm start included; of `--invariant`, whose programs are many small ones, the state alone.
-
-    With `copies_state` the state is copied to the host while programs compile.
-    """
+def memory_need(setup: Setup, *, warm_start_to_come: bool) -> MemoryNeed:
+    """What a run needs, its warm start included; of `--invariant`, whose programs are many small ones, the state alone."""
     state, params = _state(setup, warm_start_to_come), setup.learner.state.params
     alone = MemoryNeed(state, host=bytes_of_process(setup.learner.template()))
     shapes = setup.shapes
@@ -118,8 +112,7 @@ def memory_need(setup: Setup, *, warm_start_to_come: bool, copies_state: bool = 
         evaluation = shapes["evaluation"]
         shapes["evaluation"] = evaluation._replace(prompts=max(evaluation.prompts, CHECK_PROMPTS))
     drawing = [functools.partial(setup.samplers.lower, params, shape) for shape in shapes.values()]
-    meanwhile = setup.learner.copy_to_host if copies_state else lambda: None
-    programs, *needs = _side_by_side([setup.learner.lower, *drawing], meanwhile)
+    programs, *needs = _side_by_side([setup.learner.lower, *drawing], setup.learner.reserve_host_memory)
     draws = dict(zip(shapes, needs, strict=True))
     if programs is None:
         return alone
@@ -145,15 +138,17 @@ def _side_by_side(
 ) -> list[Any]:
     """Returns what is compiled of each program, None where there is none to compile: XLA uses few cores for one.
 
-    They are lowered one after the other: JAX 0.11 numbers the kernels that it lowers, and a cache of compiled programs knows
-    one with other numbers as another program. Compilations of several processes may wait for each other's.
+    `meanwhile` is called beside that. Programs are lowered one after the other: JAX 0.11 numbers the kernels that it lowers,
+    and a cache of compiled programs knows one with other numbers as another program. Compilations of several processes may
+    wait for each other's.
 
     What a caller has set for its own thread alone, such as `jax.default_matmul_precision`, is unknown there: a program is
     then compiled again for its first call.
     """
     with ThreadPoolExecutor(None if processes().count == 1 else 1) as pool:
+        done = pool.submit(meanwhile)
         compilations = [pool.submit(lower() or (lambda: None)) for lower in lowerings]
-        meanwhile()
+        done.result()
         return [compiled.result() for compiled in compilations]
 
 
@@ -193,7 +188,7 @@ def training_bytes(config: Config, params: nnx.State, gradients: int = 1) -> int
 def require_room(least: int, devices: int) -> None:
     """Refuses a run that needs more bytes than all its devices have; a CPU's are those of the machine."""
     if jax.default_backend() == "cpu":
-        here = _machine_bytes()
+        here = machine_bytes() or None
     else:
         limit = device_limit(jax.local_devices())
         here = None if limit is None else limit * devices
@@ -201,11 +196,6 @@ def require_room(least: int, devices: int) -> None:
         needs = f"parameters, optimizer state, gradients and the sampler's cache need at least {size(least)}"
         remedy = "try a smaller model or more memory"
         raise ValueError(f"memory: {needs}, available: {size(here)}; {remedy}")
-
-
-def _machine_bytes() -> int | None:
-    known = {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= set(os.sysconf_names)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else None
 
 
 def device_limit(devices: Sequence[jax.Device]) -> int | None:

@@ -4,13 +4,17 @@ Each process has the same host arrays, and copies to its own devices what belong
 """
 
 import math
+import os
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+MOST_PINNED = 32 << 30
+"""Bytes of pinned memory that a process takes: XLA has at most 64 GiB of it."""
 
 
 def placed(tree: Any, shardings: Any) -> Any:
@@ -99,3 +103,25 @@ def bytes_a_device(tree: Any) -> int:
 def total_bytes(tree: Any) -> int:
     """Returns the bytes of a tree's arrays, each counted once; shapes and dtypes suffice."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def copies_to_pinned(tree: Any) -> bool:
+    """Whether this process's shards are copied to the host through pinned memory, which a GPU writes to by itself.
+
+    The process keeps what it once took of it, so they are at most a quarter of the machine's memory.
+    """
+    return jax.default_backend() == "gpu" and bytes_of_process(tree) <= min(MOST_PINNED, machine_bytes() // 4)
+
+
+def reserve_pinned(tree: Any) -> None:
+    """Takes the pinned memory that a copy of these arrays needs, for all copies to come: seconds for gigabytes."""
+    if copies_to_pinned(tree):
+        shards = [shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards if shard.replica_id == 0]
+        places = [SingleDeviceSharding(shard.device, memory_kind="pinned_host") for shard in shards]
+        jax.block_until_ready(jax.device_put([shard.data for shard in shards], places))
+
+
+def machine_bytes() -> int:
+    """Returns the bytes of memory of this machine; 0 where it does not say so."""
+    known = {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= set(os.sysconf_names)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else 0

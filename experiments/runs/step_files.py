@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from experiments.models.placement import copies_to_pinned
 from experiments.runs.config_file import from_json, read_sealed
 from experiments.runs.files import (
     create_file,
@@ -89,7 +90,8 @@ def write_arrays(folder: Path, arrays: Mapping[str, jax.Array], copied: Callable
     """
     every = set(range(jax.process_count()))
     try:
-        with _orbax(every, f"save{next(_SAVES)}", _largest(arrays.values())) as (handler, options):
+        pinned = copies_to_pinned(arrays)
+        with _orbax(every, f"save{next(_SAVES)}", _largest(arrays.values()), pinned=pinned) as (handler, options):
             at_once = ocp.options.AsyncOptions(WRITE_TIMEOUT_SECONDS, create_directories_asynchronously=False)
             with ocp.AsyncCheckpointer(handler, async_options=at_once, multiprocessing_options=options) as checkpointer:
                 chunks = dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES))
@@ -169,7 +171,7 @@ def read_arrays(folder: Path, manifest: Manifest, template: Mapping[str, Any]) -
 
 @contextlib.contextmanager
 def _orbax(
-    processes: set[int], key: str, most_bytes: int
+    processes: set[int], key: str, most_bytes: int, *, pinned: bool = False
 ) -> Generator[tuple[ocp.PyTreeCheckpointHandler, ocp.options.MultiprocessingOptions], None, None]:
     """Yields what Orbax needs for work of these processes that holds so many bytes at a time, beside the arrays.
 
@@ -189,8 +191,7 @@ def _orbax(
                 save_concurrent_gb=gigabytes,
                 restore_concurrent_gb=gigabytes,
                 use_compression=False,
-                # XLA has at most 64 GiB of it, and never gives it back.
-                enable_pinned_host_transfer=False,
+                enable_pinned_host_transfer=pinned,
                 multiprocessing_options=options,
                 type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, whole)),
             ),

@@ -16,7 +16,9 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from experiments.models import placement
 from experiments.models.mesh import MeshSpec, make_mesh
+from experiments.models.placement import copies_to_pinned, reserve_pinned
 from experiments.runs import checkpoint
 from experiments.runs.checkpoint import Checkpoints, complete_steps, restore, restore_template
 from experiments.runs.files import digest_of_json
@@ -91,6 +93,34 @@ def test_gives_back_what_was_saved(two_steps, mesh):
     assert_equal_states(restored.arrays, make_state(mesh, 1))
     assert older.step == older.record.progress["step"] == 10
     assert_equal_states(older.arrays, make_state(mesh, 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+def test_what_went_through_pinned_memory_is_given_back_though_its_arrays_are_gone(tmp_path):
+    mesh = make_mesh(MeshSpec(1, 1))
+    reserve_pinned(make_state(mesh))
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            state = make_state(mesh, step)
+            assert copies_to_pinned(state)
+            checkpoints.save(step, state, record(step))
+            checkpoints.wait_until_copied()
+            jax.tree.map(lambda leaf: leaf.delete(), state)
+    for step in (1, 2):
+        restored = restore(tmp_path, restore_template(make_state(mesh), mesh), step)
+        assert_equal_states(restored.arrays, make_state(mesh, step))
+
+
+def test_pinned_memory_is_for_a_gpu_and_at_most_a_quarter_of_the_machine(monkeypatch):
+    arrays = [jnp.zeros(256, jnp.float32)] * 4
+    assert not copies_to_pinned(arrays)
+    reserve_pinned(arrays)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert copies_to_pinned(arrays)
+    for machine, pinned in ((4 * 4096, True), (4 * 4096 - 1, False), (0, False)):
+        monkeypatch.setattr(placement, "machine_bytes", lambda machine=machine: machine)
+        assert copies_to_pinned(arrays) is pinned
 
 
 @pytest.mark.parametrize("spec", [MeshSpec(2, 2), MeshSpec(1, 8), MeshSpec(4, 1), MeshSpec(1, 1)], ids=str)

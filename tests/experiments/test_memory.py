@@ -13,6 +13,7 @@ import pytest
 from experiments import resume, train
 from experiments.command_line import exit_code
 from experiments.config import Config, ScheduleConfig
+from experiments.learner import learner
 from experiments.learner.optimizers import Optimizer, adamw
 from experiments.learner.update import Update
 from experiments.loop import memory
@@ -21,7 +22,7 @@ from experiments.loop.loop import Progress
 from experiments.loop.memory import MemoryNeed, memory_need, peak_bytes, say_memory
 from experiments.models.compiled_program import compile_program
 from experiments.models.mesh import make_mesh, parse_mesh
-from experiments.models.placement import bytes_a_device
+from experiments.models.placement import bytes_a_device, bytes_of_process
 from experiments.models.sharding import place_parameters
 from experiments.options import flat_fields
 from experiments.runs.console import RunConsole
@@ -130,28 +131,18 @@ def test_a_rollout_takes_its_cache_and_little_else(mesh):
 
 
 def test_programs_are_lowered_in_order_and_compiled_beside_each_other():
-    lowered, here, both = [], threading.get_ident(), threading.Barrier(2, timeout=60)
+    lowered, here, all_three = [], threading.get_ident(), threading.Barrier(3, timeout=60)
 
     def lower(name):
         assert threading.get_ident() == here
         lowered.append(name)
-        return lambda: (both.wait(), name)[1]
+        return lambda: (all_three.wait(), name)[1]
 
     programs = [functools.partial(lower, "a"), lambda: None, functools.partial(lower, "b")]
-    assert memory._side_by_side(programs, lambda: lowered.append("meanwhile")) == ["a", None, "b"]
-    assert lowered == ["a", "b", "meanwhile"]
-
-
-@pytest.mark.parametrize(
-    "warms_up, resumed, copied", [(False, False, True), (True, False, False), (False, True, False)]
-)
-def test_the_state_of_a_first_checkpoint_is_copied_while_programs_compile(monkeypatch, warms_up, resumed, copied):
-    told = []
-    monkeypatch.setattr(memory, "memory_need", lambda setup, **options: told.append(options) or NEED)
-    config = Config(schedule=ScheduleConfig(steps=1)).resolved()
-    setup = SimpleNamespace(mesh=make_mesh(parse_mesh("")), config=config, warms_up=warms_up)
-    say_memory(setup, Progress(evaluated=0), RunConsole(stream=io.StringIO()), resumed=resumed)
-    assert told == [{"warm_start_to_come": False, "copies_state": copied}]
+    assert memory._side_by_side(programs, all_three.wait) == ["a", None, "b"]
+    assert lowered == ["a", "b"]
+    with pytest.raises(ZeroDivisionError):
+        memory._side_by_side(programs[1:2], lambda: 1 // 0)
 
 
 def test_parameters_on_a_mesh_of_the_rollouts_own_count():
@@ -174,10 +165,14 @@ def test_a_warm_start_has_an_optimizer_and_micro_batches_of_its_own(monkeypatch)
     params = bytes_a_device(setup.learner.state.params)
     first = memory_need(setup, warm_start_to_come=True)
     assert 3 * params <= first.state < 3 * params + 100
-    copied = []
-    monkeypatch.setattr(setup.learner, "copy_to_host", lambda: copied.append(True))
-    after = memory_need(setup, warm_start_to_come=False, copies_state=True)
-    assert copied == [True] and after == memory_need(setup, warm_start_to_come=False) and copied == [True]
+    reserved = []
+    monkeypatch.setattr(learner, "reserve_pinned", reserved.append)
+    after = memory_need(setup, warm_start_to_come=False)
+    assert bytes_of_process(reserved) == after.host
+    setup.learner.keeps_reference = True
+    setup.learner.reserve_host_memory()
+    assert bytes_of_process(reserved[1:]) == bytes_of_process(setup.learner.template()) == after.host + params
+    setup.learner.keeps_reference = False
     assert after.state == params + bytes_a_device(setup.learner.state.opt_state)
     # A batch of the warm start takes several micro-batches here: their sum is beside the gradients of one. With it are the
     # sums of metrics: fewer than 200 numbers of 4 bytes.
