@@ -314,15 +314,23 @@ def temporary_bytes(model, loss):
     return loss_program(loss).lower(model).compile().compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.fixture
+def optimized():
+    """Compiled as users compile; tests after this one cheaply again."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.mark.parametrize("meshed", [False, True])
-def test_temporary_memory(jaxlogp_tunix, meshed, record_property):
+def test_temporary_memory(jaxlogp_tunix, meshed, optimized):
     """At least 4 times less for a vocabulary of 32768: stock keeps several arrays of [rows, tokens, vocabulary]."""
     from tunix.rl import algo_core
     from tunix.rl.grpo.grpo_learner import GRPOConfig
 
     from tests.integrations.tunix_models import make_model, rl_example
 
-    jax.config.update("jax_disable_most_optimizations", False)
     config = GRPOConfig(beta=0.04)
     config.temperature = 1.0
     vocab = 32768
