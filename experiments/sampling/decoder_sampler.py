@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -50,7 +50,7 @@ class DecoderSampler(Sampler):
         self, params: nnx.State, prompts: np.ndarray, lengths: np.ndarray, copies: int, key: jax.Array
     ) -> Samples:
         mesh, state = self._model.mesh, self._model.state(params)
-        program = _Program(self._model.graph, self._rule, copies, num_ranks(mesh))
+        program = _Program(self._model.graph, self._rule, copies, mesh)
         rows = _prefilling()(program, state, *split_rows((prompts, lengths), mesh), key)
         # Rows stay on their rank. Finished ones leave: when few enough are left on every rank, these go on alone.
         for size in self._sizes(len(rows.done) // program.ranks):
@@ -66,7 +66,7 @@ class DecoderSampler(Sampler):
 
     def lower(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> Callable[[], int | None]:
         mesh = self._model.mesh
-        program = _Program(self._model.graph, self._rule, copies, num_ranks(mesh))
+        program = _Program(self._model.graph, self._rule, copies, mesh)
         state, copied = self._model.shapes(params)
         given = split_rows((np.zeros((prompts, tokens), np.int32), np.ones(prompts, np.int32)), mesh)
         prefill = lower_program(_prefilling(), program, state, *given, jax.random.key(0))
@@ -105,12 +105,16 @@ class DecoderSampler(Sampler):
 
 
 class _Program(NamedTuple):
-    """What is known when a program is compiled. Each of `ranks` completes its prompts, `copies` times each."""
+    """What is known when a program is compiled. Each rank of the mesh completes its prompts, `copies` times each."""
 
     graph: nnx.GraphDef
     rule: CompletionRule
     copies: int
-    ranks: int
+    mesh: Mesh
+
+    @property
+    def ranks(self) -> int:
+        return num_ranks(self.mesh)
 
 
 class _Drawn(NamedTuple):
@@ -292,7 +296,7 @@ def _extended(program: _Program, rows: _Rows, hidden, head) -> _Rows:
     beyond = each + jnp.arange(numbers.shape[1], dtype=jnp.int32)
     places = jnp.where(rows.done.reshape(numbers.shape), beyond, numbers)
     keys, greedy = keys_of_rows(rows.key, row_ids), rule.greedy_rows(row_ids, program.copies)
-    of_rows = (keys, rows.steps, rows.done, greedy, before.support, places)
+    of_rows = (keys, rows.steps, rows.done, greedy, before.support, places, program.mesh)
     sampled, done, support = rule.next_tokens(hidden, head, *of_rows)
     at = places, rows.steps.reshape(numbers.shape)
     tokens, log_probs = (put_in_ranks(x, at, new) for x, new in zip(before[:2], sampled[:2], strict=True))

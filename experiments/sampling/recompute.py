@@ -65,7 +65,7 @@ class RecomputeSampler(Sampler):
             hidden = model.hidden_states(rows, positions, segments)
             last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
             steps = jnp.broadcast_to(step, count)
-            operands = (last, model.head(), row_keys, steps, done, greedy, support, row_numbers[None])
+            operands = (last, model.head(), row_keys, steps, done, greedy, support, row_numbers[None], self._model.mesh)
             sampled, after, support = self._rule.next_tokens(*operands)
             return (rows.at[row_numbers, lengths].set(sampled.tokens), after, support), (*sampled[:2], done)
 

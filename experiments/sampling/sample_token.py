@@ -15,8 +15,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
+from experiments.models.mesh import TENSOR_AXIS, axes_of_rows, size_of
 from experiments.sampling.options import SamplingOptions
 from experiments.sampling.support import RecordedSupport
 from jaxlogp import head_logits
@@ -73,15 +76,17 @@ class CompletionRule:
         greedy: Bool[Array, " B"] | None = None,
         support: RecordedSupport | None = None,
         rows: Int[Array, "ranks C"] | None = None,
+        mesh: Mesh | None = None,
     ) -> tuple[SampledToken, Bool[Array, " B"], RecordedSupport | None]:
         """Returns one token per row, padding and a log-prob of 0.0 where the row is done, which are done after it, and the
         support with that of these tokens.
 
         `steps` are the tokens that each row has. Its support is that of `rows` (`RecordedSupport.extended`), if it has one.
+        The `mesh` splits rows and vocabulary.
         """
         keys = jax.vmap(jax.random.fold_in)(row_keys, steps)
         room = None if support is None else support.room(rows, steps)
-        sampled = sample_token(logits_of(hidden, *head), keys, self.options, room, greedy)
+        sampled = sample_token(logits_of(hidden, *head), keys, self.options, room, greedy, mesh)
         if support is not None:
             kept, cut, mass = sampled.kept & ~done[:, None], sampled.cut & ~done, jnp.where(done, 0.0, sampled.mass)
             support = support.extended(rows, steps, kept, cut, mass)
@@ -113,11 +118,12 @@ def sample_token(
     options: SamplingOptions,
     room: Int[Array, " B"] | None = None,
     greedy: Bool[Array, " B"] | None = None,
+    mesh: Mesh | None = None,
 ) -> SampledToken:
     """Draws one token for every row, by its own random key, from fp32 logits before the temperature.
 
     `room` is the most ids that each row may draw among, where the support is recorded. `greedy` rows take the most likely
-    token, as all do with `options.greedy`.
+    token, as all do with `options.greedy`. The `mesh` splits rows and vocabulary.
     """
     assert options.temperature is not None, "what draws has been told that of the run"
     scaled = logits.astype(jnp.float32) / options.temperature
@@ -132,7 +138,7 @@ def sample_token(
     if options.greedy:
         tokens = most_likely(scaled)
     else:
-        tokens = _invert(drawn_from, jax.vmap(jax.random.uniform)(row_keys))
+        tokens = _invert(drawn_from, jax.vmap(jax.random.uniform)(row_keys), mesh)
     if greedy is not None:
         tokens = jnp.where(greedy, most_likely(scaled), tokens)
     chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0] - largest[:, 0]
@@ -172,22 +178,56 @@ def _cut_to_room(
     return lax.cond(jnp.any(cut), shortened, lambda: left), cut
 
 
-def _invert(weights: Float[Array, "B V"], uniform: Float[Array, " B"]) -> Int[Array, " B"]:
-    """Returns the first entry at which the cumulative sum of the weights exceeds uniform · their sum."""
-    rows, vocab = weights.shape
-    block = min(BLOCK, vocab)
-    padded = jnp.pad(weights, ((0, 0), (0, -vocab % block)))
-    block_sums = padded.reshape(rows, -1, block).sum(axis=-1)
-    cumulative = jnp.cumsum(block_sums, axis=-1)
-    goal = uniform * cumulative[:, -1]
-    index = _first_beyond(cumulative, goal)
-    before = jnp.take_along_axis(cumulative - block_sums, index[:, None], axis=-1)[:, 0]
-    # The last block may be short: its slice begins earlier, and entries of the block before it weigh nothing.
-    start = jnp.minimum(index * block, vocab - block)
-    columns = start[:, None] + jnp.arange(block, dtype=jnp.int32)
-    inside = jnp.take_along_axis(weights, columns, axis=-1)
-    inside = jnp.where(columns >= (index * block)[:, None], inside, 0.0)
-    return start + _first_beyond(jnp.cumsum(inside, axis=-1), goal - before)
+def _invert(weights: Float[Array, "B V"], uniform: Float[Array, " B"], mesh: Mesh | None) -> Int[Array, " B"]:
+    """Returns the first entry at which the cumulative sum of the weights exceeds uniform · their sum.
+
+    Tensor ranks that split the vocabulary add their own entries alone; what they exchange is a sum and an id for each row.
+    """
+    ranks = size_of(mesh, TENSOR_AXIS)
+    if mesh is None or ranks == 1 or weights.shape[1] % ranks:
+        sums = _BlockSums.of(weights)
+        return sums.entry_beyond(uniform * sums.cumulative[:, -1])
+    rows = axes_of_rows(len(weights), mesh)
+    split = jax.shard_map(_invert_part, mesh=mesh, in_specs=(P(rows, TENSOR_AXIS), P(rows)), out_specs=P(rows))
+    return split(weights, uniform)
+
+
+def _invert_part(weights: Float[Array, "B v"], uniform: Float[Array, " B"]) -> Int[Array, " B"]:
+    """As `_invert`, on a rank that has the weights of a part of the vocabulary."""
+    sums, here = _BlockSums.of(weights), lax.axis_index(TENSOR_AXIS)
+    totals = lax.all_gather(sums.cumulative[:, -1], TENSOR_AXIS, axis=1)
+    ends = jnp.cumsum(totals, axis=1)
+    goal = uniform * ends[:, -1]
+    owner = _first_beyond(ends, goal)
+    before = jnp.take_along_axis(ends - totals, owner[:, None], axis=1)[:, 0]
+    entry = here * weights.shape[1] + sums.entry_beyond(goal - before)
+    return lax.psum(jnp.where(owner == here, entry, 0), TENSOR_AXIS)
+
+
+class _BlockSums(NamedTuple):
+    """Weights of each row, and the sums of their blocks of so many entries; the last block may be short."""
+
+    weights: Float[Array, "B V"]
+    block: int
+    sums: Float[Array, "B blocks"]
+    cumulative: Float[Array, "B blocks"]
+
+    @classmethod
+    def of(cls, weights: Float[Array, "B V"]) -> "_BlockSums":
+        rows, vocab = weights.shape
+        block = min(BLOCK, vocab)
+        sums = jnp.pad(weights, ((0, 0), (0, -vocab % block))).reshape(rows, -1, block).sum(axis=-1)
+        return cls(weights, block, sums, jnp.cumsum(sums, axis=-1))
+
+    def entry_beyond(self, goal: Float[Array, " B"]) -> Int[Array, " B"]:
+        index = _first_beyond(self.cumulative, goal)
+        before = jnp.take_along_axis(self.cumulative - self.sums, index[:, None], axis=-1)[:, 0]
+        # The slice of a short block begins earlier, and entries of the block before it weigh nothing.
+        start = jnp.minimum(index * self.block, self.weights.shape[1] - self.block)
+        columns = start[:, None] + jnp.arange(self.block, dtype=jnp.int32)
+        inside = jnp.take_along_axis(self.weights, columns, axis=-1)
+        inside = jnp.where(columns >= (index * self.block)[:, None], inside, 0.0)
+        return start + _first_beyond(jnp.cumsum(inside, axis=-1), goal - before)
 
 
 def _first_beyond(cumulative: Float[Array, "B n"], goal: Float[Array, " B"]) -> Int[Array, " B"]:

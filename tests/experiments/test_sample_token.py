@@ -6,7 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from experiments.models.mesh import TENSOR_AXIS, MeshSpec, make_mesh, row_axes
 from experiments.sampling.options import SamplingOptions
 from experiments.sampling.sample_token import BLOCK, sample_token
 from tests.oracle import fp32_bound
@@ -82,6 +85,21 @@ def test_the_token_is_where_the_cumulative_probability_exceeds_the_uniform_numbe
         room = np.full(ROWS, vocab, np.int32)
         recorded = jax.jit(sample_token, static_argnums=2)(logits_of(vocab), keys(), options, room)
         np.testing.assert_allclose(recorded.log_probs, np.log(drawn_from[rows, tokens]), **tolerance)
+
+
+@pytest.mark.parametrize("spec", [MeshSpec(tensor=2), MeshSpec(data=2, tensor=4), MeshSpec(tensor=8)], ids=str)
+@pytest.mark.parametrize("vocab", [8 * BLOCK, 2 * BLOCK + 88, 4 * BLOCK + 4])
+def test_ranks_that_split_the_vocabulary_draw_the_token_of_one_device(vocab, spec):
+    """Also where none of their blocks is whole, or a rank has nothing that may be drawn, or cannot have an equal part."""
+    mesh, logits = make_mesh(spec), logits_of(vocab)
+    axes = P(row_axes(mesh), TENSOR_AXIS if vocab % spec.tensor == 0 else None)
+    split = jax.device_put(logits, NamedSharding(mesh, axes))
+    for options in (drawn_by(), drawn_by(top_k=2)):
+        draw = functools.partial(sample_token, options=options)
+        one, many = jax.jit(draw)(logits, keys()), jax.jit(functools.partial(draw, mesh=mesh))(split, keys())
+        np.testing.assert_array_equal(one.tokens, many.tokens)
+        # Sums of weights up to 1 in another order, and a difference of logits below 16.
+        np.testing.assert_allclose(one.log_probs, many.log_probs, atol=2 * 16 * 2**-24 + fp32_bound(1.0, vocab), rtol=0)
 
 
 def test_greedy_takes_the_lowest_of_the_likeliest_and_ties_at_a_threshold_stay():

@@ -1,6 +1,7 @@
 """The sampler: its log-probs are the trainer's, its draws follow them, and a row does not depend on its batch."""
 
 import functools
+import math
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from experiments.sampling.decoder_sampler import DecoderSampler
 from experiments.sampling.options import SamplingOptions
 from experiments.sampling.policy import SamplerPolicy, Samplers
 from experiments.sampling.recompute import RecomputeSampler
+from experiments.sampling.sample_token import BLOCK
 from experiments.sampling.sampler import SampledModel
 from jaxlogp import linear_log_probs
 from tests.experiments.samples import rule, sample
@@ -43,8 +45,8 @@ def decoder():
     return Decoder(CONFIG, rngs=nnx.Rngs(3))
 
 
-def on_mesh(mesh):
-    graph, state = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(3), mesh=mesh))
+def on_mesh(mesh, config=CONFIG):
+    graph, state = nnx.split(Decoder(config, rngs=nnx.Rngs(3), mesh=mesh))
     return nnx.merge(graph, jax.device_put(state, parameter_shardings(state, mesh)))
 
 
@@ -363,7 +365,7 @@ def test_a_gpus_library_multiplies_prompts_and_many_rows_alone(monkeypatch):
     monkeypatch.setattr(decoder_sampler, "_jitted", lambda function, static, donated, by_library: by_library)
 
     def by_library(rows, int8=False):
-        program = decoder_sampler._Program(None, rule(NEW, **ENDS, int8_weights=int8), 4, ranks=2)
+        program = decoder_sampler._Program(None, rule(NEW, **ENDS, int8_weights=int8), 4, make_mesh(MeshSpec(data=2)))
         return decoder_sampler._decoding(program, SimpleNamespace(done=np.zeros(2 * rows)))
 
     assert not decoder_sampler._prefilling() and not by_library(64)
@@ -378,14 +380,29 @@ def test_a_gpus_library_multiplies_prompts_and_many_rows_alone(monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"top_k": 3, "top_p": 0.9, "record_support": True}])
 @pytest.mark.parametrize("rows", [None, 4])
 def test_ranks_tell_each_other_only_how_many_completions_are_left(rows, options):
-    mesh = make_mesh(MeshSpec(data=2))
-    graph, state = nnx.split(on_mesh(mesh))
-    program = decoder_sampler._Program(graph, rule(NEW, **ENDS, **options, rows=rows), 4, 2)
-    drawing = decoder_sampler._prefilling()(program, state, *split_rows(prompts(), mesh), jax.random.key(0))
-    text = decoder_sampler._decoding(program, drawing).lower(program, 0, state, drawing).compile().as_text()
-    sent = re.findall(r"= (\S+?)(?:\{\S*)? (?:all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", text)
+    sent = sent_between(MeshSpec(data=2), rule(NEW, **ENDS, **options, rows=rows))
     # The number of completions, and whether any row has too little room for its support.
     assert sent and set(sent) <= {"s32[]", "pred[]"}
+
+
+@pytest.mark.costly
+def test_tensor_ranks_send_nothing_of_the_length_of_a_vocabulary():
+    """Half a block more on each rank than whole ones, which a compiler would send to the rank before it."""
+    vocab = 2 * 8 * BLOCK + BLOCK
+    sent = sent_between(MeshSpec(tensor=2), rule(NEW, **ENDS), replace(CONFIG, vocab_size=vocab))
+    sizes = [math.prod(map(int, re.findall(r"\d+", shape.partition("[")[2]))) for shape in sent]
+    # Of each of 4 completions a rank sends hidden states, of 32 features, and numbers.
+    assert sizes and max(sizes) < 4 * ROWS * 64
+
+
+def sent_between(spec, drawing_rule, config=CONFIG):
+    """Types of all that devices send each other in the program that draws, four completions a prompt."""
+    mesh = make_mesh(spec)
+    graph, state = nnx.split(on_mesh(mesh, config))
+    program = decoder_sampler._Program(graph, drawing_rule, 4, mesh)
+    drawing = decoder_sampler._prefilling()(program, state, *split_rows(prompts(), mesh), jax.random.key(0))
+    text = decoder_sampler._decoding(program, drawing).lower(program, 0, state, drawing).compile().as_text()
+    return re.findall(r"= (\S+?)(?:\{\S*)? (?:all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", text)
 
 
 @pytest.mark.costly
