@@ -84,9 +84,9 @@ def lowering_contexts():
         yield
 
 
-COMPILE_THEMSELVES = {"test_compilation_cache.py", "test_memory.py"}
-"""Tests of the trainer that look at what is compiled. The others share their programs: many runs, and all data ranks of one,
-compile the same, and here each of them is compiled once.
+COMPILE_THEMSELVES = {"test_compilation_cache.py", "test_memory.py", "test_hopper_gpu.py"}
+"""Tests that look at what is compiled. The others of the trainer share their programs, as do those of the Hopper kernels:
+many runs, and all data ranks of one, compile the same, and here each of them is compiled once.
 
 Runs that compile all of their programs themselves, and have the same bits, are in test_reliability_trials.py.
 """
@@ -94,8 +94,8 @@ Runs that compile all of their programs themselves, and have the same bits, are 
 
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory):
-    """The folder of programs that tests of the trainer share, whichever worker runs them; JAXLOGP_TEST_PROGRAMS names one
-    that several commands share."""
+    """The folder of programs that tests share, whichever worker runs them; JAXLOGP_TEST_PROGRAMS names one that several
+    commands share."""
     base = tmp_path_factory.getbasetemp()
     beside = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "programs"
     folder = Path(os.environ.get("JAXLOGP_TEST_PROGRAMS", beside))
@@ -105,8 +105,9 @@ def programs(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled_programs(request, programs):
-    """A compilation cache for tests of the trainer, for programs on any devices, as JAX has it on GPUs."""
-    if "experiments" not in request.path.parts or request.path.name in COMPILE_THEMSELVES:
+    """A compilation cache for programs on any devices, as JAX has it on GPUs."""
+    sharing = "experiments" in request.path.parts or request.path.name.startswith("test_hopper_")
+    if not sharing or request.path.name in COMPILE_THEMSELVES:
         yield
         return
     of_jax = cache_key._hash_serialized_compile_options

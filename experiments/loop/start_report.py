@@ -46,8 +46,10 @@ def print_start_report(
     if config.rollout.mesh is not None:
         with option_errors("rollout"):
             require_devices(parse_mesh(config.rollout.mesh))
-    facts = _rollout_facts if not isinstance(task, SupervisedFile) else _document_facts
-    told = facts(config, task, model, sizes, rewards, console)
+    if isinstance(task, SupervisedFile):
+        told = _document_facts(config, task, model.tokenizer)
+    else:
+        told = _rollout_facts(config, task, model.tokenizer, sizes, rewards, console)
     params = _parameters(model)
     devices = max(mesh.num_devices, parse_mesh(config.rollout.mesh or "").num_devices)
     require_room(_least_bytes(config, model, params, mesh, told.cache_slots), devices)
@@ -78,16 +80,8 @@ class _Facts(NamedTuple):
     cache_slots: int
 
 
-def _document_facts(
-    config: Config,
-    task: SupervisedFile,
-    model: ModelSource,
-    sizes: LengthLimits,
-    rewards: Rewards | None,
-    console: RunConsole,
-) -> _Facts:
-    del sizes, rewards, console
-    documents, schedule = task.load(model.tokenizer).documents, config.schedule
+def _document_facts(config: Config, task: SupervisedFile, tokenizer: Tokenizer) -> _Facts:
+    documents, schedule = task.load(tokenizer).documents, config.schedule
     labels = sum(document.num_labels for document in documents["train"])
     data = (
         f"{task.path}, {len(documents['train'])} documents ({labels:,} labels), {len(documents['held_out'])} held out"
@@ -99,7 +93,7 @@ def _document_facts(
 def _rollout_facts(
     config: Config,
     task: Task,
-    model: ModelSource,
+    tokenizer: Tokenizer,
     sizes: LengthLimits,
     rewards: Rewards | None,
     console: RunConsole,
@@ -110,7 +104,7 @@ def _rollout_facts(
     warnings = []
     if len(prompts) < min(FEW_PROMPTS, config.evaluation.num_prompts):
         warnings.append(f"task {task.name}: distinct held-out prompts: {len(prompts)}; a score on so few is noisy")
-    long = check_answer_lengths(config, task, held_out, model.tokenizer, rewards)
+    long = check_answer_lengths(config, task, held_out, tokenizer, rewards)
     if config.source is None:
         # For its checks.
         PromptStream(task, config.seed, config.schedule.epochs)
