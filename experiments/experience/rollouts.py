@@ -50,7 +50,9 @@ class Rollouts(ExperienceSource):
         reward: RewardConfig | None = None,
     ) -> None:
         self._prompts, self._rewards, self._options = prompts, rewards, options
-        self._advantages, self._is_greedy, self._made = ADVANTAGES[advantages], advantages == "greedy_baseline", 0
+        # One program instead of one for each of its operations.
+        self._advantages = jax.jit(ADVANTAGES[advantages])
+        self._is_greedy, self._made = advantages == "greedy_baseline", 0
         self._reward = RewardConfig() if reward is None else reward
         # A greedy completion of each prompt is drawn along with the others.
         copies = options.num_generations + self._is_greedy
