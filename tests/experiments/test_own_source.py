@@ -215,10 +215,10 @@ def test_options_that_a_source_does_not_read_are_refused(tmp_path, option):
 @pytest.mark.slow
 def test_the_example_of_several_turns_learns(tmp_path):
     """From 0.05 of a random player; a perfect one has 0.83."""
-    loss, optimizer = LossConfig(entropy_coefficient=0.02), OptimizerConfig(learning_rate=2e-3)
+    loss, optimizer = LossConfig(entropy_coefficient=0.02), OptimizerConfig(learning_rate=1e-3)
     config = tiny(
         tmp_path, "game", source="examples.guess_number:rollouts", model=Config().model, rollout=Config().rollout,
-        warm_start={"max_steps": 0}, schedule=ScheduleConfig(steps=20, row_length=16), loss=loss, optimizer=optimizer,
+        warm_start={"max_steps": 0}, schedule=ScheduleConfig(steps=45, row_length=16), loss=loss, optimizer=optimizer,
     )  # fmt: skip
     rewards = [record["reward_mean"] for record in train_records(train(config))]
-    assert np.mean(rewards[:3]) < 0.2 and np.mean(rewards[-5:]) > 0.3
+    assert np.mean(rewards[:3]) < 0.2 and np.mean(rewards[-5:]) > 0.45
