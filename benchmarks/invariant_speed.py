@@ -58,6 +58,8 @@ class InvariantSpeedConfig:
     """Rows of a micro-batch of the plain run."""
     dtype: str = "auto"
     """Dtype of activations and head; auto is bfloat16 on a GPU."""
+    remat: str = "products"
+    """What layers keep for the backward pass; runs of this size choose products on a GPU."""
     prompts: int = 4
     """Prompts of a rollout, which is a step."""
     generations: int = 8
@@ -118,7 +120,7 @@ def options_of(config: InvariantSpeedConfig, mesh: str, *, invariant: bool) -> C
         task="word_problems:2",
         mesh=mesh,
         invariant=invariant,
-        model=ModelConfig(name=_shape_name(config), dtype=dtype),
+        model=ModelConfig(name=_shape_name(config), dtype=dtype, remat=config.remat),
         warm_start=WarmStartConfig(max_steps=0),
         rollout=RolloutConfig(
             prompts_per_rollout=config.prompts,

@@ -6,6 +6,8 @@ the same bits in both. It depends on no later token, because a masked key has a 
 rows do not depend on each other.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +19,8 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
 from experiments.models.attention import RowCache
+from experiments.models.attention.triton_block import SLOTS as SLOTS_OF_KERNEL
+from experiments.models.compiled_program import LIBRARY_ALONE
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 
@@ -34,7 +38,9 @@ class BlockForward:
         self._graphs: Any = None
         self._tree: Any = None
         self._load = jax.jit(self._narrowed)
-        self._step = jax.jit(self._read, donate_argnums=3, compiler_options=compiler_options)
+        # 7 % faster: the library adds the residual stream to its products.
+        options = None if compiler_options is None else {**compiler_options, **LIBRARY_ALONE}
+        self._step = jax.jit(self._read, donate_argnums=3, compiler_options=options)
         put = lambda whole, part, start: lax.dynamic_update_slice_in_dim(whole, part, start, axis=1)  # noqa: E731
         self._put = jax.jit(put, donate_argnums=0)
 
@@ -44,10 +50,10 @@ class BlockForward:
     def empty_cache(self, rows: int, length: int, device: jax.Device) -> tuple[RowCache, ...]:
         """Returns a cache for rows of `length` tokens; zeros, never a source of NaN."""
         config, slots = self._config, self.slots(length)
+        if config.cached_attention_run().implementation == "triton":
+            slots += -slots % SLOTS_OF_KERNEL
         shape = (rows, config.num_kv_heads, slots, config.head_dim)
-        place = SingleDeviceSharding(device)
-        zeros = lambda: jnp.zeros(shape, config.dtype, device=place)  # noqa: E731
-        return tuple(RowCache(zeros(), zeros()) for _ in range(config.num_layers))
+        return _zeros(shape, config.dtype, config.num_layers, SingleDeviceSharding(device))()
 
     def slots(self, length: int) -> int:
         """Returns `length`, rounded up to whole blocks."""
@@ -94,3 +100,10 @@ class BlockForward:
         model, *layers = map(nnx.merge, self._graphs, states)
         block = jax.vmap(lambda row, start: lax.dynamic_slice_in_dim(row, start, self.block))(tokens, starts)
         return model.read_block(block, starts, cache, layers)
+
+
+@functools.cache
+def _zeros(shape: tuple[int, ...], dtype: str, layers: int, place: jax.sharding.Sharding) -> Callable[[], Any]:
+    """One program for the whole cache, which as many small ones would keep the host busy for longer than the device."""
+    zeros = lambda: jnp.zeros(shape, dtype)  # noqa: E731
+    return jax.jit(lambda: tuple(RowCache(zeros(), zeros()) for _ in range(layers)), out_shardings=place)

@@ -27,6 +27,9 @@ before it has compiled, and was 3 % faster than products. Fewer rows come last: 
 and saved less."""
 ROOM = 0.75
 """Part of a device's memory that may be predicted to be taken; the head's blocks and what a layer works with come on top."""
+MOST_OF_A_LEAF = 12 * 2**30
+"""Bytes that the layers may keep of a leaf of `--invariant`. The bits of such a run depend on the recomputation, which is
+therefore chosen by the sizes of the run alone, whatever memory a device has."""
 DRAWN = ("rollout", "evaluation")
 """Parts of a need that take less where fewer completions are drawn at a time."""
 
@@ -112,12 +115,16 @@ def fewer(at_a_time: int, share: float) -> int:
 def plans_of(config: Config, sizes: LengthLimits, model: ModelSource, *, chooses_remat: bool) -> Iterator[Plan]:
     """Yields plans from the fastest that is expected to fit; those with fewer rows than by default if no option names them.
 
-    None with `--invariant`, or on a CPU.
+    None on a CPU. With `--invariant` there is one, by the run's sizes alone.
     """
     decoder = model.decoder
     limits = processes().gather("memory for a plan", device_limit(jax.local_devices()))
     limit = min((each for each in limits if each is not None), default=None)
-    if limit is None or config.invariant:
+    if limit is None:
+        return
+    if config.invariant:
+        if decoder is not None and chooses_remat:
+            yield _plan_of_leaves(decoder, sizes)
         return
     fewer_rows = [] if config.schedule.rows is not None else _halves(sizes.rows)
     if decoder is None or not chooses_remat:
@@ -135,6 +142,12 @@ def plans_of(config: Config, sizes: LengthLimits, model: ModelSource, *, chooses
         if fitted:
             parts = f"{size(kept)} of a micro-batch is kept, beside {size(held)} of state and gradients"
             yield Plan(policy, None if rows == sizes.rows else rows, f"{parts}, of {size(limit)}")
+
+
+def _plan_of_leaves(decoder: DecoderConfig, sizes: LengthLimits) -> Plan:
+    kept = {policy: kept_bytes(decoder, policy, sizes.rows * sizes.row) for policy in FROM_LEAST}
+    policy = next((each for each in FROM_LEAST if kept[each] <= MOST_OF_A_LEAF), FROM_LEAST[-1])
+    return Plan(policy, None, f"{size(kept[policy])} of a leaf is kept; at most {size(MOST_OF_A_LEAF)} by choice")
 
 
 def _halves(rows: int) -> list[int]:

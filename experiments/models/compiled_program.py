@@ -5,6 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+LIBRARY_ALONE = {"xla_gpu_enable_triton_gemm": False}
+"""Compiler options with which a GPU's library multiplies, and not XLA's own kernels."""
+
 
 class CompiledProgram(NamedTuple):
     """A program that was compiled before its first call, with the shapes, dtypes and places of what it returns."""

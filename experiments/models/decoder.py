@@ -26,7 +26,6 @@ from experiments.models.attention import (
     AllowedKeys,
     KVCache,
     RowCache,
-    attend,
     attend_packed,
     empty_cache,
     first_keys,
@@ -185,7 +184,7 @@ class Decoder(nnx.Module):
         cache: tuple[RowCache, ...],
         layers: Sequence[DecoderLayer],
     ) -> tuple[Float[Array, "B C H"], tuple[RowCache, ...]]:
-        """Computes hidden states of a block of every row, each token reading its row up to itself, by einsum attention.
+        """Computes hidden states of a block of every row, each token reading its row up to itself.
 
         Each row's block begins at its slot `starts`. `cache` has the tokens before, one item per layer; what it holds in
         later slots is not read. `layers` are those of `layers_apart`. Returns the cache with this block as well.
@@ -199,14 +198,14 @@ class Decoder(nnx.Module):
             allowed = slots <= positions[:, :, None]
             return mask_bias(allowed if window is None else allowed & (slots > positions[:, :, None] - window))
 
-        biases = {window: bias(window) for window in set(windows)}
+        by_kernel = self.config.cached_attention_run(self.mesh).implementation == "triton"
+        biases = {window: None if by_kernel else bias(window) for window in set(windows)}
         x, held = self._embed(tokens), []
         for layer, window, before in zip(layers, windows, cache, strict=True):
-            queries, keys, values = layer.queries_keys_values(x, full if window is None else sliding)
-            after = before.put(keys, values, starts)
+            graph, state = nnx.split(layer)
+            of_block = full if window is None else sliding, starts, biases[window]
+            x, after = _read_block(graph, window, state, x, before, *of_block)
             held.append(after)
-            attended = attend(queries, *after, biases[window], **layer.attention_options, by_head=True)
-            x = layer.finish(x, attended)
         return self._final_norm(x), tuple(held)
 
     def _forward(self, tokens, positions, segment_ids, *, keep_keys_values):
@@ -289,6 +288,14 @@ def _read_new(graph, window: int | None, mesh: Mesh | None, state, x: Array, tab
     """
     layer = nnx.merge(graph, state)
     attended, held = layer.attend_new(x, tables, cache, window, mesh)
+    return layer.finish(x, attended), held
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _read_block(graph, window: int | None, state, x: Array, cache: RowCache, tables, starts: Array, bias: Array | None):
+    """Returns the residual stream of a block of tokens of each row after a layer, and the layer's cache with them."""
+    layer = nnx.merge(graph, state)
+    attended, held = layer.attend_block(x, tables, cache, starts, window, bias)
     return layer.finish(x, attended), held
 
 

@@ -1,22 +1,26 @@
 """One layer of a `Decoder`: attention and gated products on the residual stream.
 
-Shapes: B rows, T tokens of a row, S keys, H features of the residual stream, N query heads, K key-value heads of D
-features.
+Shapes: B rows, T tokens of a row or C of a block, S keys, H features of the residual stream, N query heads, K key-value
+heads of D features.
 """
 
 import functools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from experiments.models.attention import (
     AllowedKeys,
     KVCache,
     LayerCache,
     NormAndRotation,
+    RowCache,
+    attend,
+    attend_block_triton,
     attend_cached,
     attend_triton,
     first_readable,
@@ -115,22 +119,46 @@ class DecoderLayer(nnx.Module):
         The kernel takes joined projections and norms and rotates them itself, without `queries_keys_values`.
         """
         if cache.implementation == "triton":
-            first, preparation = first_readable(cache, window), self._preparation(tables)
+            first, preparation = first_readable(cache, window), self._preparation(table[:, 0, 0] for table in tables)
             options = {"mesh": mesh, **self.attention_options}
-            attended, held = attend_triton(self._projections(x), preparation, cache, first, **options)
+            attended, held = attend_triton(
+                self._projections(self.input_layernorm(x)[:, 0]), preparation, cache, first, **options
+            )
         else:
             new = (each[:, 0] for each in self.queries_keys_values(x, tables))
             attended, held = attend_cached(*new, cache, window=window, mesh=mesh, **self.attention_options)
         return attended[:, None], held
 
-    @jax.named_scope("projections")
-    def _projections(self, x: Float[Array, "B 1 H"]) -> Float[Array, "B shards heads D"]:
-        """Returns each tensor rank's queries, keys and values of the normed residual stream; neither normed nor rotated."""
-        joined = self.qkv_proj.concatenated(self.input_layernorm(x)[:, 0])
-        return joined.reshape(*joined.shape[:2], -1, self.config.head_dim)
+    def attend_block(
+        self,
+        x: Float[Array, "B C H"],
+        tables: tuple[Array, Array],
+        cache: RowCache,
+        starts: Int[Array, " B"],
+        window: int | None,
+        bias: Float[Array, "B C S"] | None,
+    ) -> tuple[Float[Array, "B C N D"], RowCache]:
+        """Attends from a block of each row's tokens, which begins at its slot `starts`, to its row up to each.
 
-    def _preparation(self, tables: tuple[Array, Array]) -> NormAndRotation:
-        cos, sin = (table[:, 0, 0] for table in tables)
+        Returns the result, and the cache with the block. `bias` is that of `mask_bias`; None for the kernel.
+        """
+        if bias is None:
+            projections = self._projections(self.input_layernorm(x))[:, :, 0]
+            preparation = self._preparation(table[:, :, 0] for table in tables)
+            options = {"window": window, **self.attention_options}
+            return attend_block_triton(projections, preparation, cache, starts, **options)
+        queries, keys, values = self.queries_keys_values(x, tables)
+        held = cache.put(keys, values, starts)
+        return attend(queries, *held, bias, **self.attention_options, by_head=True), held
+
+    @jax.named_scope("projections")
+    def _projections(self, normed: Float[Array, "*tokens H"]) -> Float[Array, "*tokens shards heads D"]:
+        """Returns each tensor rank's queries, keys and values of the normed residual stream; neither normed nor rotated."""
+        joined = self.qkv_proj.concatenated(normed)
+        return joined.reshape(*joined.shape[:-1], -1, self.config.head_dim)
+
+    def _preparation(self, tables: Iterable[Array]) -> NormAndRotation:
+        cos, sin = tables
         if not self.config.qk_norm:
             return NormAndRotation(cos, sin)
         return NormAndRotation(cos, sin, self.q_norm.multiplier, self.k_norm.multiplier, self.config.rms_norm_eps)

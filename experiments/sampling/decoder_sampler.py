@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from experiments.models.attention import KVCache, continued
-from experiments.models.compiled_program import CompiledProgram, compile_program, largest, lower_program
+from experiments.models.compiled_program import LIBRARY_ALONE, CompiledProgram, compile_program, largest, lower_program
 from experiments.models.decoder import Decoder
 from experiments.models.mesh import num_ranks, put_in_ranks, row_axes, rows_of_ranks, split_rows
 from experiments.models.placement import bytes_a_device, placed, whole_on_host
@@ -33,7 +33,6 @@ SHORTEST_NARROWED = 256
 FEWEST_FOR_LIBRARY = 64
 """Rows of a rank from which a GPU's library multiplies. XLA's own kernels for products were at most 1 % faster there, up to
 14 % slower, and take longer to compile; with 8 rows they were 8 % faster (benchmarks/results/sampler_library_h100.md)."""
-LIBRARY_ALONE = {"xla_gpu_enable_triton_gemm": False}
 
 
 class DecoderSampler(Sampler):

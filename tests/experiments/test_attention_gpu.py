@@ -14,6 +14,7 @@ from experiments.models.attention.choice import WHY_NOT
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from tests.experiments import test_attention as cases
+from tests.experiments import test_block_attention as block_cases
 from tests.experiments import test_cached_attention as cached_cases
 
 pytestmark = [
@@ -98,6 +99,12 @@ def test_the_kernel_for_caches_of_rows_at_different_tokens_is_near_float64(windo
     out = cached_cases.at_steps(attend, steps, "triton", "bfloat16")
     wanted = [cached_cases.wanted(step, window, None)[row] for row, step in enumerate(steps)]
     np.testing.assert_allclose(out, wanted, atol=2**-9 * 4 * 2, rtol=0)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, 2.0)])
+@pytest.mark.parametrize("shape", block_cases.SHAPES, ids=str)
+def test_the_kernel_for_blocks_is_near_float64(shape, window, softcap):
+    block_cases.check(shape, window, softcap, interpret=False)
 
 
 def test_tokens_read_one_by_one_are_as_near_to_fp32_as_the_whole_row():

@@ -121,6 +121,17 @@ def test_what_does_not_fit_is_compiled_again_with_less(tmp_path, monkeypatch, ca
 
 
 @pytest.mark.costly
+@pytest.mark.parametrize(("most", "policy"), [(12 * GIB, "products"), (80 * 2**10, "attention"), (1, "full")])
+def test_an_invariant_run_chooses_by_its_sizes_alone(tmp_path, monkeypatch, capsys, most, policy):
+    """Or it would have other bits on a device with other memory."""
+    monkeypatch.setattr(plan, "MOST_OF_A_LEAF", most)
+    for limit in (4 * GIB, 3 * 10**5):
+        made = set_up_with(tmp_path / str(limit), monkeypatch, limit, invariant=True)
+        assert made.config.model.remat == policy
+        assert said(capsys) == ([policy], [])
+
+
+@pytest.mark.costly
 def test_what_options_name_stays(tmp_path, monkeypatch, capsys):
     named = {"model": {"remat": "attention"}, "schedule": {"rows": None}}
     made = set_up_with(tmp_path / "remat", monkeypatch, 4 * GIB, [MICRO_BATCH], **named)
@@ -128,8 +139,6 @@ def test_what_options_name_stays(tmp_path, monkeypatch, capsys):
     assert said(capsys) == (["micro-batches of 16 rows"], [LESS])
     made = set_up_with(tmp_path / "rows", monkeypatch, 4 * GIB, [MICRO_BATCH])
     assert (made.config.model.remat, made.config.schedule.rows) == ("attention", 16)
-    fixed = set_up_with(tmp_path / "fixed", monkeypatch, 4 * GIB, invariant=True)
-    assert fixed.config.model.remat == "none"
 
 
 @pytest.mark.costly

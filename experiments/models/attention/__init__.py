@@ -26,5 +26,6 @@ from experiments.models.attention.choice import choose_attention as choose_atten
 from experiments.models.attention.einsum import attend as attend
 from experiments.models.attention.einsum import mask_bias as mask_bias
 from experiments.models.attention.einsum import precision_of as precision_of
+from experiments.models.attention.triton_block import attend_block_triton as attend_block_triton
 from experiments.models.attention.triton_cached import NormAndRotation as NormAndRotation
 from experiments.models.attention.triton_cached import attend_triton as attend_triton

@@ -54,17 +54,21 @@ class NormAndRotation(NamedTuple):
     which `epsilon` is added, all in fp32; both are None where nothing is normed.
     """
 
-    cos: Float[Array, "B half"]
-    sin: Float[Array, "B half"]
+    cos: Float[Array, "*tokens half"]
+    sin: Float[Array, "*tokens half"]
     query_norm: Float[Array, " D"] | None = None
     key_norm: Float[Array, " D"] | None = None
     epsilon: float = 0.0
 
 
-class _Arithmetic(NamedTuple):
+class Arithmetic(NamedTuple):
     epsilon: float
     scale: float
     softcap: float | None
+
+    def in_bits(self, products: Array) -> Array:
+        """Returns scores, in units of log 2, from products of queries and keys."""
+        return capped(products * self.scale, self.softcap) * LOG2_E
 
 
 def attend_triton(
@@ -90,7 +94,7 @@ def attend_triton(
     filled = jnp.broadcast_to(cache.filled, cache.prompt_lengths.shape)
     own_rows = (cache.prompt_of_row, cache.prompt_lengths, first, preparation.cos, preparation.sin, filled)
     norms = () if preparation.query_norm is None else (preparation.query_norm, preparation.key_norm)
-    arithmetic = _Arithmetic(preparation.epsilon, scale, softcap)
+    arithmetic = Arithmetic(preparation.epsilon, scale, softcap)
     call = functools.partial(_on_one_device, arithmetic, cache.copies, interpret)
     operands = (held, projections, own_rows, norms)
     if mesh is None or mesh.size == 1:
@@ -101,7 +105,7 @@ def attend_triton(
 
 
 def _on_one_device(
-    arithmetic: _Arithmetic, copies: int, interpret: bool, held: LayerCache, projections, own_rows, norms
+    arithmetic: Arithmetic, copies: int, interpret: bool, held: LayerCache, projections, own_rows, norms
 ):
     rows, _, heads, head_dim = projections.shape
     kv_heads = held.keys.shape[1]
@@ -164,13 +168,13 @@ def rows_of_program(copies: int, group: int, pairs: int) -> int:
     return rows
 
 
-def _rotated(load, norm_ref, cos, sin, epsilon):
+def rotated(load, norm_ref, cos, sin, epsilon):
     """Returns queries or keys [M, D] after norm and rotation; fp32 inside, each step rounded to the dtype of what is loaded.
 
-    `load` maps indices of features [D] to the projections'. `cos` and `sin`, [D], are of both features of each pair; `sin`
-    is negative for the first. `norm_ref` is [D], or None.
+    `load` maps indices of features [D] to the projections'. `cos` and `sin`, [D] or [M, D], are of both features of each
+    pair; `sin` is negative for the first. `norm_ref` is [D], or None.
     """
-    size = cos.shape[0]
+    size = cos.shape[-1]
     features = lax.iota(jnp.int32, size)
     # A pair's features come from two loads, the second from the L1 cache: a kernel cannot swap halves of a register.
     pairs = [load(index) for index in (features, (features + size // 2) % size)]
@@ -242,7 +246,7 @@ class _Queries(NamedTuple):
     heads: Array
 
 
-def _kernel(*refs: Ref, shared: bool, arithmetic: _Arithmetic) -> None:
+def _kernel(*refs: Ref, shared: bool, arithmetic: Arithmetic) -> None:
     """Reads a program's blocks, or its share of them; a share without an owner has nothing to do."""
     inputs, results = _Inputs(*refs[: len(_Inputs._fields)]), _Results(*refs[-len(_Results._fields) :])
     others = refs[len(_Inputs._fields) : -len(_Results._fields)]
@@ -257,7 +261,7 @@ def _kernel(*refs: Ref, shared: bool, arithmetic: _Arithmetic) -> None:
     pl.when(owner * results.mixed.shape[1] < inputs.length.shape[0])(read)
 
 
-def _read_share(inputs: _Inputs, norms, results: _Results, arithmetic: _Arithmetic, program, kv_head, owner, share):
+def _read_share(inputs: _Inputs, norms, results: _Results, arithmetic: Arithmetic, program, kv_head, owner, share):
     """Reads the blocks of a share, or all, numbered from the prompt's on; the first share also has the new tokens."""
     _, together, num_heads, _ = results.mixed.shape
     group = num_heads // inputs.keys.shape[1]
@@ -274,22 +278,13 @@ def _read_share(inputs: _Inputs, norms, results: _Results, arithmetic: _Arithmet
         here = (asked.row + asked.within)[:, None], kv_head, rows.filled, features[None, :]
         results.keys[here], results.values[here] = new_keys, new_values
 
-    def in_bits(products):
-        return capped(products * arithmetic.scale, arithmetic.softcap) * LOG2_E
-
     def read(keys_ref, values_ref, index, block, seen, readers, carry):
         """The state after a block of one row of the arrays: `seen` says which slots are read, `readers` [M] by whom."""
-        largest, total, mixed = carry
         here = (index, kv_head, pl.ds(block * BLOCK, BLOCK), slice(None))
-        scores = in_bits(plgpu.dot(queries, keys_ref[here], trans_b=True))
+        scores = arithmetic.in_bits(plgpu.dot(queries, keys_ref[here], trans_b=True))
         visible = seen(block * BLOCK + lax.broadcasted_iota(jnp.int32, scores.shape, 1)) & readers[:, None]
-        scores = jnp.where(visible, scores, MASKED_SCORE)
-        larger = jnp.maximum(largest, scores.max(axis=1))
-        kept = jnp.exp2(largest - larger)
-        exponentials = jnp.where(visible, jnp.exp2(scores - larger[:, None]), 0.0)
         # Zeros times what is not finite would spoil other rows' queries.
-        part = jnp.where(readers[:, None], plgpu.dot(exponentials.astype(queries.dtype), values_ref[here]), 0.0)
-        return larger, total * kept + exponentials.sum(axis=1), mixed * kept[:, None] + part
+        return add_block(carry, scores, visible, values_ref[here], readers)
 
     (prompt_begin, of_prompt), (own_begin, of_row) = rows.of_prompt(), rows.of_row()
 
@@ -304,7 +299,7 @@ def _read_share(inputs: _Inputs, norms, results: _Results, arithmetic: _Arithmet
         seen = lambda slots: (slots >= rows.first - rows.length) & (slots < rows.filled)  # noqa: E731
         return read(inputs.keys, inputs.values, asked.row + owner, block, seen, asked.within == owner, carry)
 
-    scores = in_bits(jnp.sum(queries.astype(jnp.float32) * new_keys.astype(jnp.float32), axis=1))
+    scores = arithmetic.in_bits(jnp.sum(queries.astype(jnp.float32) * new_keys.astype(jnp.float32), axis=1))
     carry = (scores, jnp.ones_like(scores), new_values.astype(jnp.float32))
     if share is None:
         store()
@@ -321,7 +316,25 @@ def _read_share(inputs: _Inputs, norms, results: _Results, arithmetic: _Arithmet
     results.mixed[program, asked.within[:, None], asked.heads[:, None], features[None, :]] = found
 
 
-def _new_tokens(inputs: _Inputs, norms, arithmetic: _Arithmetic, asked: _Queries):
+def nothing_seen(queries: Array) -> tuple[Array, Array, Array]:
+    """Returns the state of an online softmax of queries [M, D]: their largest score, the sum, and the mixed values."""
+    of_query = jnp.zeros(queries.shape[0], jnp.float32)
+    return of_query + MASKED_SCORE, of_query, jnp.zeros(queries.shape, jnp.float32)
+
+
+def add_block(carry, scores, visible, values, readers=None) -> tuple[Array, Array, Array]:
+    """Returns the state after scores [M, S] in bits, where they are visible; values mix for `readers` [M] alone, or all."""
+    largest, total, mixed = carry
+    scores = jnp.where(visible, scores, MASKED_SCORE)
+    larger = jnp.maximum(largest, scores.max(axis=1))
+    kept = jnp.exp2(largest - larger)
+    exponentials = jnp.where(visible, jnp.exp2(scores - larger[:, None]), 0.0)
+    part = plgpu.dot(exponentials.astype(values.dtype), values)
+    part = part if readers is None else jnp.where(readers[:, None], part, 0.0)
+    return larger, total * kept + exponentials.sum(axis=1), mixed * kept[:, None] + part
+
+
+def _new_tokens(inputs: _Inputs, norms, arithmetic: Arithmetic, asked: _Queries):
     """Returns queries, keys and values [M, D] of the new tokens: normed and rotated, but for the values."""
     kv_heads, size = inputs.keys.shape[1], inputs.keys.shape[3]
     num_heads = inputs.projected.shape[1] - 2 * kv_heads
@@ -335,6 +348,6 @@ def _new_tokens(inputs: _Inputs, norms, arithmetic: _Arithmetic, asked: _Queries
 
     of_keys = jnp.full_like(asked.heads, num_heads + asked.kv_head)
     query_norm, key_norm = norms
-    queries = _rotated(projected(asked.heads), query_norm, cos, sin, arithmetic.epsilon)
-    keys = _rotated(projected(of_keys), key_norm, cos, sin, arithmetic.epsilon)
+    queries = rotated(projected(asked.heads), query_norm, cos, sin, arithmetic.epsilon)
+    keys = rotated(projected(of_keys), key_norm, cos, sin, arithmetic.epsilon)
     return queries, keys, projected(of_keys + kv_heads)(features)
