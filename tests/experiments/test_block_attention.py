@@ -15,6 +15,8 @@ from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.rope import rope_frequencies, rope_tables
 
+pytestmark = pytest.mark.costly
+
 HEAD_DIM, SCALE = 64, 0.2
 # (tokens of a block, query heads, key-value heads, where each row's block begins)
 SHAPES = [
