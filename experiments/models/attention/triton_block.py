@@ -88,69 +88,82 @@ class _Inputs(NamedTuple):
     key_norm: Ref | None = None
 
 
-def _kernel(*refs: Ref, tokens: int, window: int | None, arithmetic: Arithmetic) -> None:
-    inputs, (held_keys_ref, held_values_ref, mixed_ref) = _Inputs(*refs[:-3]), refs[-3:]
-    row, kv_head, first = pl.program_id(0), pl.program_id(1), pl.program_id(2) * tokens
-    (_, length, num_heads, size), kv_heads = mixed_ref.shape, inputs.keys.shape[1]
-    group, start = num_heads // kv_heads, inputs.starts[row]
-    features = lax.iota(jnp.int32, size)
+class _Head(NamedTuple):
+    """What a program reads: one row, by one key-value head."""
 
-    def rows_of(number: int) -> Array:
-        """The numbers below this one, as many as a product takes rows; the last one again as padding."""
-        return jnp.minimum(lax.iota(jnp.int32, max(SMALLEST_PRODUCT, pl.next_power_of_2(number))), number - 1)
+    inputs: _Inputs
+    row: Array
+    kv_head: Array
+    epsilon: float
 
-    def projected(token: Array, head: Array, norm_ref: Ref | None) -> Array:
-        half = features[None, :] % (size // 2)
-        sign = jnp.where(features < size // 2, -1.0, 1.0)
+    @property
+    def features(self) -> Array:
+        return lax.iota(jnp.int32, self.inputs.keys.shape[3])
+
+    def rotated(self, token: Array, head: Array, norm_ref: Ref | None) -> Array:
+        """Returns a head [M] of a token [M] of the block, normed and rotated: [M, D]."""
+        inputs, row, features, size = self.inputs, self.row, self.features, self.inputs.keys.shape[3]
+        half, sign = features[None, :] % (size // 2), jnp.where(features < size // 2, -1.0, 1.0)
         tables = inputs.cos[row, token[:, None], half], inputs.sin[row, token[:, None], half] * sign[None, :]
         load = lambda index: inputs.projected[row, token[:, None], head[:, None], index[None, :]]  # noqa: E731
-        return rotated(load, norm_ref, *tables, arithmetic.epsilon)
+        return rotated(load, norm_ref, *tables, self.epsilon)
 
-    def new_keys_and_values(token: Array) -> tuple[Array, Array]:
-        of_key = jnp.full_like(token, num_heads + kv_head)
-        values = inputs.projected[row, token[:, None], (of_key + kv_heads)[:, None], features[None, :]]
-        return projected(token, of_key, inputs.key_norm), values
+    def new(self, token: Array) -> tuple[Array, Array]:
+        """Returns keys and values [M, D] of tokens [M] of the block."""
+        kv_heads = self.inputs.keys.shape[1]
+        of_key = jnp.full_like(token, self.inputs.projected.shape[2] - 2 * kv_heads + self.kv_head)
+        of_value = (self.row, token[:, None], (of_key + kv_heads)[:, None], self.features[None, :])
+        return self.rotated(token, of_key, self.inputs.key_norm), self.inputs.projected[of_value]
 
-    own = jnp.minimum(first + rows_of(tokens), length - 1)
-    stored = (row, kv_head, (start + own)[:, None], features[None, :])
-    held_keys_ref[stored], held_values_ref[stored] = new_keys_and_values(own)
+    def held(self, number: Array) -> tuple[Array, Array, Array]:
+        """Returns keys, values and slots of so many slots of the cache."""
+        here = (self.row, self.kv_head, pl.ds(number * SLOTS, SLOTS), slice(None))
+        return self.inputs.keys[here], self.inputs.values[here], number * SLOTS + lax.iota(jnp.int32, SLOTS)
 
-    place = rows_of(tokens * group)
-    token, head = jnp.minimum(first + place // group, length - 1), kv_head * group + place % group
-    queries = projected(token, head, inputs.query_norm)
 
-    def read(keys: Array, values: Array, slot: Array, carry: tuple[Array, ...], known: Any = True) -> tuple[Array, ...]:
-        scores = arithmetic.in_bits(plgpu.dot(queries, keys, trans_b=True))
-        position = (start + token)[:, None]
+def _padded(number: int) -> Array:
+    """Returns the numbers below this one, as many as a product takes rows; the last one again as padding."""
+    return jnp.minimum(lax.iota(jnp.int32, max(SMALLEST_PRODUCT, pl.next_power_of_2(number))), number - 1)
+
+
+def _kernel(*refs: Ref, tokens: int, window: int | None, arithmetic: Arithmetic) -> None:
+    """Stores keys and values of `tokens` tokens of the block, and attends from these to their row up to each."""
+    inputs, (keys_ref, values_ref, mixed_ref) = _Inputs(*refs[:-3]), refs[-3:]
+    read, first = _Head(inputs, pl.program_id(0), pl.program_id(1), arithmetic.epsilon), pl.program_id(2) * tokens
+    length, start, features = mixed_ref.shape[1], inputs.starts[read.row], read.features[None, :]
+    own = jnp.minimum(first + _padded(tokens), length - 1)
+    stored = (read.row, read.kv_head, (start + own)[:, None], features)
+    keys_ref[stored], values_ref[stored] = read.new(own)
+    group = mixed_ref.shape[2] // keys_ref.shape[1]
+    place = _padded(tokens * group)
+    token, head = jnp.minimum(first + place // group, length - 1), read.kv_head * group + place % group
+    queries, position = read.rotated(token, head, inputs.query_norm), (start + token)[:, None]
+
+    def after(
+        carry: tuple[Array, ...], keys: Array, values: Array, slot: Array, known: Any = True
+    ) -> tuple[Array, ...]:
         visible = known & (slot[None, :] <= position)
         if window is not None:
             visible &= slot[None, :] > position - window
-        return add_block(carry, scores, visible, values)
+        return add_block(carry, arithmetic.in_bits(plgpu.dot(queries, keys, trans_b=True)), visible, values)
 
-    def held(block: Array) -> tuple[Array, Array, Array]:
-        here = (row, kv_head, pl.ds(block * SLOTS, SLOTS), slice(None))
-        return inputs.keys[here], inputs.values[here], block * SLOTS + lax.iota(jnp.int32, SLOTS)
-
-    def whole_block(block: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        return read(*held(block), carry)
-
-    def part_of_block(carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        keys, values, slot = held(start // SLOTS)
+    def after_last_held(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        keys, values, slot = read.held(start // SLOTS)
         # What follows is being written, and zeros times what is not finite are not zeros.
-        return read(keys, jnp.where((slot < start)[:, None], values, 0), slot, carry, (slot < start)[None, :])
+        return after(carry, keys, jnp.where((slot < start)[:, None], values, 0), slot, (slot < start)[None, :])
 
-    def new_block(block: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        number = block * SLOTS + rows_of(min(SLOTS, length))
-        keys, values = new_keys_and_values(jnp.minimum(number, length - 1))
-        new = block * SLOTS + lax.iota(jnp.int32, len(number))
-        return read(keys, values, start + new, carry, (new < length)[None, :])
+    def after_new(number: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        new = number * SLOTS + _padded(min(SLOTS, length))
+        slot = number * SLOTS + lax.iota(jnp.int32, len(new))
+        return after(carry, *read.new(jnp.minimum(new, length - 1)), start + slot, (slot < length)[None, :])
 
     begin = 0 if window is None else jnp.maximum(start + first + 1 - window, 0) // SLOTS
-    carry = lax.fori_loop(begin, start // SLOTS, whole_block, nothing_seen(queries))
-    carry = lax.cond(start % SLOTS > 0, part_of_block, lambda carry: carry, carry)
+    whole = lambda number, carry: after(carry, *read.held(number))  # noqa: E731
+    carry = lax.fori_loop(begin, start // SLOTS, whole, nothing_seen(queries))
+    carry = lax.cond(start % SLOTS > 0, after_last_held, lambda carry: carry, carry)
     if length <= SLOTS:
-        carry = new_block(0, carry)
+        carry = after_new(0, carry)
     else:
-        carry = lax.fori_loop(0, pl.cdiv(jnp.minimum(first + tokens, length), SLOTS), new_block, carry)
+        carry = lax.fori_loop(0, pl.cdiv(jnp.minimum(first + tokens, length), SLOTS), after_new, carry)
     _, total, mixed = carry
-    mixed_ref[row, token[:, None], head[:, None], features[None, :]] = (mixed / total[:, None]).astype(mixed_ref.dtype)
+    mixed_ref[read.row, token[:, None], head[:, None], features] = (mixed / total[:, None]).astype(mixed_ref.dtype)
