@@ -60,7 +60,9 @@ class Update:
 
     def init(self, params: nnx.State) -> TrainState:
         """Places ``params`` and creates the optimizer's state for them; the first step takes over their memory."""
-        return self.place(TrainState(params, self._optimizer.init(params)))
+        # First the parameters: an optimizer's numbers lie where theirs do, and need not fit into one device.
+        params = self._place(params)
+        return TrainState(params, self._place(self._optimizer.init(params)))
 
     def place(self, state: TrainState) -> TrainState:
         return TrainState(*map(self._place, state))

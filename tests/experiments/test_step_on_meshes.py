@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from experiments.learner.optimizers import Optimizer
 from experiments.loop import backends
 from experiments.loop.assemble import assemble
 from experiments.loop.loop import take_step
@@ -53,6 +54,15 @@ def check_steps(steps, wanted):
     for mine, one in zip(steps, wanted, strict=True):
         assert mine["num_tokens"] == one["num_tokens"] and mine["reward_mean"] == one["reward_mean"]
         assert abs(mine["loss"] - one["loss"]) <= LOSS and abs(mine["grad_norm"] / one["grad_norm"] - 1) <= 10 * LOSS
+
+
+def test_the_state_is_made_where_it_stays(monkeypatch):
+    """An optimizer's numbers of a model that is split would not fit into one device."""
+    seen, init = [], Optimizer.init
+    monkeypatch.setattr(Optimizer, "init", lambda self, params: seen.append(params) or init(self, params))
+    params = setup_on("fsdp=2,tensor=2").learner.state.params
+    for given, kept in zip(*map(jax.tree.leaves, (seen[0], params)), strict=True):
+        assert given.sharding == kept.sharding
 
 
 @pytest.mark.parametrize("mesh", QUICK + SLOW)
