@@ -62,7 +62,7 @@ class ModelConfig:
     remat: Annotated[str, OneOf("auto", *POLICIES)] = "auto"
     """Recomputation in the backward pass: none, products, attention, full or auto.
     none keeps what the compiler chooses, products the results of all matrix products, full the layers' inputs alone.
-    auto: the least that fits among products, attention and full; none on a CPU, attention with --invariant on a GPU."""
+    auto: the least that fits among products, attention and full, with --invariant by a leaf's size alone; none on a CPU."""
 
     def decoder(self, vocab_size: int, invariant: bool = False) -> DecoderConfig:
         """Returns the configuration of a new model for a vocabulary of at least ``vocab_size`` tokens.
