@@ -58,8 +58,8 @@ class InvariantSpeedConfig:
     """Rows of a micro-batch of the plain run."""
     dtype: str = "auto"
     """Dtype of activations and head; auto is bfloat16 on a GPU."""
-    remat: str = "products"
-    """What layers keep for the backward pass; runs of this size choose products on a GPU."""
+    remat: str = "auto"
+    """What layers keep for the backward pass; auto is what runs of this size choose: products on a GPU, none on a CPU."""
     prompts: int = 4
     """Prompts of a rollout, which is a step."""
     generations: int = 8
@@ -116,11 +116,14 @@ def options_of(config: InvariantSpeedConfig, mesh: str, *, invariant: bool) -> C
     dtype = config.dtype
     if dtype == "auto":
         dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+    remat = config.remat
+    if remat == "auto" and jax.default_backend() == "gpu":
+        remat = "products"
     return Config(
         task="word_problems:2",
         mesh=mesh,
         invariant=invariant,
-        model=ModelConfig(name=_shape_name(config), dtype=dtype, remat=config.remat),
+        model=ModelConfig(name=_shape_name(config), dtype=dtype, remat=remat),
         warm_start=WarmStartConfig(max_steps=0),
         rollout=RolloutConfig(
             prompts_per_rollout=config.prompts,

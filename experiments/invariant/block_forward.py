@@ -104,6 +104,6 @@ class BlockForward:
 
 @functools.cache
 def _zeros(shape: tuple[int, ...], dtype: str, layers: int, place: jax.sharding.Sharding) -> Callable[[], Any]:
-    """One program for the whole cache, which as many small ones would keep the host busy for longer than the device."""
+    """A program that makes a whole cache: the device waited for the host where every array had its own."""
     zeros = lambda: jnp.zeros(shape, dtype)  # noqa: E731
     return jax.jit(lambda: tuple(RowCache(zeros(), zeros()) for _ in range(layers)), out_shardings=place)

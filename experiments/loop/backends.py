@@ -63,9 +63,7 @@ class GspmdBackend(GivesParams):
         # Adapters are of projections.
         self._frozen_head = model.decoder is not None and model.decoder.lora.rank > 0
         parts = model.parts(lambda state: parameter_shardings(state, self.mesh), self.mesh)
-        # Whole ones on one device are free again before others are made of them.
-        self._graph, self._params, self.frozen = parts.graph, self.place(parts.params), parts.frozen
-        del parts
+        self._graph, self._params, self.frozen = parts
         dtype = jnp.dtype(model.decoder.dtype if model.decoder is not None else "float32")
         numbers = sum(leaf.size for leaf in jax.tree.leaves((self._params, self.frozen)))
         whole = model.decoder is not None and numbers * dtype.itemsize <= MOST_WHOLE

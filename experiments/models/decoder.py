@@ -293,7 +293,10 @@ def _read_new(graph, window: int | None, mesh: Mesh | None, state, x: Array, tab
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _read_block(graph, window: int | None, state, x: Array, cache: RowCache, tables, starts: Array, bias: Array | None):
-    """Returns the residual stream of a block of tokens of each row after a layer, and the layer's cache with them."""
+    """Returns the residual stream of a block of tokens of each row after a layer, and the layer's cache with them.
+
+    Traced once for all layers that are alike, as `_read_new` is.
+    """
     layer = nnx.merge(graph, state)
     attended, held = layer.attend_block(x, tables, cache, starts, window, bias)
     return layer.finish(x, attended), held

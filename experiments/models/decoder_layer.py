@@ -119,11 +119,10 @@ class DecoderLayer(nnx.Module):
         The kernel takes joined projections and norms and rotates them itself, without `queries_keys_values`.
         """
         if cache.implementation == "triton":
-            first, preparation = first_readable(cache, window), self._preparation(table[:, 0, 0] for table in tables)
+            projections = self._projections(self.input_layernorm(x)[:, 0])
+            preparation = self._preparation(table[:, 0, 0] for table in tables)
             options = {"mesh": mesh, **self.attention_options}
-            attended, held = attend_triton(
-                self._projections(self.input_layernorm(x)[:, 0]), preparation, cache, first, **options
-            )
+            attended, held = attend_triton(projections, preparation, cache, first_readable(cache, window), **options)
         else:
             new = (each[:, 0] for each in self.queries_keys_values(x, tables))
             attended, held = attend_cached(*new, cache, window=window, mesh=mesh, **self.attention_options)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from experiments.models.compiled_program import LIBRARY_ALONE
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, make_mesh, split_rows
@@ -373,7 +374,7 @@ def test_a_gpus_library_multiplies_prompts_and_many_rows_alone(monkeypatch):
     assert decoder_sampler._prefilling() and by_library(64)
     assert not by_library(63) and not by_library(64, int8=True)
     # An option that this version's compiler does not know is an error.
-    jax.jit(jnp.sin, compiler_options=decoder_sampler.LIBRARY_ALONE)(1.0)
+    jax.jit(jnp.sin, compiler_options=LIBRARY_ALONE)(1.0)
 
 
 @pytest.mark.costly

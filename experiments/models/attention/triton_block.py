@@ -24,6 +24,7 @@ from experiments.models.attention.triton_cached import (
     add_block,
     nothing_seen,
     rotated,
+    tables_of_features,
 )
 
 MOST_QUERIES = 64
@@ -54,7 +55,8 @@ def attend_block_triton(
     slot `starts`. The slots of the cache are a multiple of SLOTS. A window counts the token itself.
     """
     rows, length, heads, head_dim = projections.shape
-    kv_heads = cache.keys.shape[1]
+    kv_heads, slots = cache.keys.shape[1:3]
+    assert slots % SLOTS == 0, "the last slots would be read beyond their row"
     tokens = min(length, max(1, MOST_QUERIES * kv_heads // (heads - 2 * kv_heads)))
     norms = () if preparation.query_norm is None else (preparation.query_norm, preparation.key_norm)
     operands = (*cache, projections, starts, preparation.cos, preparation.sin, *norms)
@@ -102,11 +104,10 @@ class _Head(NamedTuple):
 
     def rotated(self, token: Array, head: Array, norm_ref: Ref | None) -> Array:
         """Returns a head [M] of a token [M] of the block, normed and rotated: [M, D]."""
-        inputs, row, features, size = self.inputs, self.row, self.features, self.inputs.keys.shape[3]
-        half, sign = features[None, :] % (size // 2), jnp.where(features < size // 2, -1.0, 1.0)
-        tables = inputs.cos[row, token[:, None], half], inputs.sin[row, token[:, None], half] * sign[None, :]
-        load = lambda index: inputs.projected[row, token[:, None], head[:, None], index[None, :]]  # noqa: E731
-        return rotated(load, norm_ref, *tables, self.epsilon)
+        inputs, of_token = self.inputs, (self.row, token[:, None])
+        both = lambda pair: (inputs.cos[*of_token, pair[None, :]], inputs.sin[*of_token, pair[None, :]])  # noqa: E731
+        load = lambda index: inputs.projected[*of_token, head[:, None], index[None, :]]  # noqa: E731
+        return rotated(load, norm_ref, *tables_of_features(both, inputs.keys.shape[3]), self.epsilon)
 
     def new(self, token: Array) -> tuple[Array, Array]:
         """Returns keys and values [M, D] of tokens [M] of the block."""
@@ -116,7 +117,7 @@ class _Head(NamedTuple):
         return self.rotated(token, of_key, self.inputs.key_norm), self.inputs.projected[of_value]
 
     def held(self, number: Array) -> tuple[Array, Array, Array]:
-        """Returns keys, values and slots of so many slots of the cache."""
+        """Returns keys and values [SLOTS, D] of the cache's slots from SLOTS times this number on, and these slots."""
         here = (self.row, self.kv_head, pl.ds(number * SLOTS, SLOTS), slice(None))
         return self.inputs.keys[here], self.inputs.values[here], number * SLOTS + lax.iota(jnp.int32, SLOTS)
 

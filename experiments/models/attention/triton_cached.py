@@ -168,11 +168,18 @@ def rows_of_program(copies: int, group: int, pairs: int) -> int:
     return rows
 
 
+def tables_of_features(load, size: int) -> tuple[Array, Array]:
+    """Returns cos and sin for every feature, which `load` gives by indices of pairs; sin is negative for a pair's first."""
+    features = lax.iota(jnp.int32, size)
+    cos, sin = load(features % (size // 2))
+    return cos, sin * jnp.where(features < size // 2, -1.0, 1.0)
+
+
 def rotated(load, norm_ref, cos, sin, epsilon):
     """Returns queries or keys [M, D] after norm and rotation; fp32 inside, each step rounded to the dtype of what is loaded.
 
-    `load` maps indices of features [D] to the projections'. `cos` and `sin`, [D] or [M, D], are of both features of each
-    pair; `sin` is negative for the first. `norm_ref` is [D], or None.
+    `load` maps indices of features [D] to the projections'. `cos` and `sin`, [D] or [M, D], are of `tables_of_features`, and
+    `norm_ref` is [D], or None.
     """
     size = cos.shape[-1]
     features = lax.iota(jnp.int32, size)
@@ -340,8 +347,7 @@ def _new_tokens(inputs: _Inputs, norms, arithmetic: Arithmetic, asked: _Queries)
     num_heads = inputs.projected.shape[1] - 2 * kv_heads
     features, row = lax.iota(jnp.int32, size), asked.row
     # Rows that share a prompt are at one position.
-    cos = inputs.cos[row, features % (size // 2)]
-    sin = inputs.sin[row, features % (size // 2)] * jnp.where(features < size // 2, -1.0, 1.0)
+    cos, sin = tables_of_features(lambda pair: (inputs.cos[row, pair], inputs.sin[row, pair]), size)
 
     def projected(heads):
         return lambda index: inputs.projected[(row + asked.within)[:, None], heads[:, None], index[None, :]]
