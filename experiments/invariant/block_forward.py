@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import SingleDeviceSharding
@@ -41,8 +40,7 @@ class BlockForward:
         # 7 % faster: the library adds the residual stream to its products.
         options = None if compiler_options is None else {**compiler_options, **LIBRARY_ALONE}
         self._step = jax.jit(self._read, donate_argnums=3, compiler_options=options)
-        put = lambda whole, part, start: lax.dynamic_update_slice_in_dim(whole, part, start, axis=1)  # noqa: E731
-        self._put = jax.jit(put, donate_argnums=0)
+        self._put = jax.jit(self._with_block, donate_argnums=0)
 
     def load(self, params: nnx.State) -> BodyWeights:
         return self._load(params)
@@ -76,9 +74,10 @@ class BlockForward:
         tokens = jnp.pad(tokens, [(0, 0), (0, slots - length)])
         # Written at once: where all blocks were kept until the end, a block took 1.1 to 1.4 times as long on a GPU.
         hidden = jnp.zeros((rows, slots, self._config.hidden_size), self._config.dtype, device=device)
-        for start in range(0, length, self.block):
-            block, cache = self.step(weights, tokens, jax.device_put(np.full(rows, start, np.int32), device), cache)
-            hidden = self._put(hidden, block, start)
+        starts = jnp.zeros(rows, jnp.int32, device=device)
+        for _ in range(0, length, self.block):
+            block, cache = self.step(weights, tokens, starts, cache)
+            hidden, starts = self._put(hidden, block, starts)
         return hidden[:, :length]
 
     def _narrowed(self, params: nnx.State) -> BodyWeights:
@@ -94,6 +93,10 @@ class BlockForward:
         leaves, tree = jax.tree.flatten(states)
         self._graphs, self._tree = graphs, tree
         return tuple(leaves)
+
+    def _with_block(self, hidden, block, starts):
+        """Returns hidden states with those of a block that begins at one slot in all rows, and where the next one does."""
+        return lax.dynamic_update_slice_in_dim(hidden, block, starts[0], axis=1), starts + self.block
 
     def _read(self, weights, tokens, starts, cache):
         states = jax.tree.unflatten(self._tree, weights)

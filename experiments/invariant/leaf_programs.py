@@ -102,7 +102,7 @@ class LeafPrograms:
 
     def body(self, loaded: LeafParameters, tokens: list[Int[Array, "rows T"]]) -> list[Float[Array, "rows T H"]]:
         """Computes hidden states of each rank's rows, one document from the first slot on in each."""
-        return [self.reader.rows(weights, each) for weights, each in zip(loaded.weights, tokens, strict=True)]
+        return self.ranks.side_by_side(self.reader.rows, loaded.weights, tokens)
 
     def head(
         self, loaded: LeafParameters, hidden: list, targets: list, mask: list, supports: list[Support | None]

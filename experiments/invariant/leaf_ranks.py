@@ -5,7 +5,8 @@ belong to several processes is computed in all of them: the same program on the 
 nothing has to be sent. Lists hold one item for each of these ranks, on its device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -35,6 +36,27 @@ class LeafRanks:
         self.state_mesh = first_of_processes(grid.flat)
         (self.state_device,) = self.state_mesh.local_devices
         self.split = NamedSharding(mesh, P(self.axes))
+        self._called: set[Callable] = set()
+
+    def side_by_side(self, function: Callable[..., Any], *operands: Sequence[Any]) -> list[Any]:
+        """Returns the function's results for each rank's operands, whose programs one thread alone would start too slowly.
+
+        A first call goes rank by rank, so that everything is traced once.
+        """
+        config: Any = jax.config
+        precision = config.jax_default_matmul_precision
+
+        def call(own: tuple) -> Any:
+            # What the caller has set for its own thread: all ranks multiply alike.
+            with jax.default_matmul_precision(precision):
+                return function(*own)
+
+        of_ranks = list(zip(*operands, strict=True))
+        if function not in self._called or len(of_ranks) == 1:
+            self._called.add(function)
+            return list(map(call, of_ranks))
+        with ThreadPoolExecutor(len(of_ranks)) as pool:
+            return list(pool.map(call, of_ranks))
 
     def to_global(self, parts: Sequence[Array]) -> Array:
         """Returns one array over the mesh, split over the ranks and replicated on the tensor ranks."""

@@ -6,8 +6,9 @@ then gives the log-probs of all tokens drawn in a group, on the ids that they we
 results do not depend on the batch that a token is in.
 """
 
+import operator
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,26 +17,39 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from experiments.invariant.block_forward import BodyWeights
 from experiments.invariant.leaf_programs import LeafParameters, LeafPrograms
 from experiments.models.attention import RowCache
-from experiments.sampling.sample_token import CompletionRule, keep, keys_of_rows, logits_of, most_likely
+from experiments.sampling.sample_token import CompletionRule, keys_of_rows
 from experiments.sampling.sampler import Sampler, Samples
 from experiments.sampling.support import RecordedSupport, flat_support
 from jaxlogp.errors import require
+
+
+class _Given(NamedTuple):
+    """A group of rows to complete, on the host: whole rows of S slots with their prompts, and their numbers. A row without
+    a prompt is `done`."""
+
+    tokens: Int[np.ndarray, "B S"]
+    lengths: Int[np.ndarray, " B"]
+    done: Bool[np.ndarray, " B"]
+    row_ids: Int[np.ndarray, " B"]
 
 
 class _Rows(NamedTuple):
     """Rows of one rank that are being completed; all on its device, so that no step waits for the host.
 
     `tokens` are whole rows of S slots, and `lengths` the tokens so far. `starts` is the first slot of the block that holds
-    each row's newest token. A row is `done` that has ended, or holds no prompt. `drawn` are the tokens drawn, 0 after the
-    end, `hidden` the states that they were drawn from, and `support` the ids, where they are recorded.
+    each row's newest token. A row is `done` that has ended, or holds no prompt. After `step` draws, `drawn` are the tokens
+    drawn, padding after the end, `hidden` the states that they were drawn from, and `support` the ids, where they are
+    recorded.
     """
 
     tokens: Int[Array, "B S"]
     lengths: Int[Array, " B"]
     starts: Int[Array, " B"]
     done: Bool[Array, " B"]
+    step: Int[Array, ""]
     drawn: Int[Array, "B N"]
     hidden: Float[Array, "B N H"]
     support: RecordedSupport | None
@@ -61,8 +75,8 @@ class InvariantSampler(Sampler):
     ) -> Samples:
         prompts, lengths = (np.repeat(x, copies, axis=0) for x in (prompts, lengths))
         loaded, count = self._programs.load(params), len(prompts)
-        starts, of_all = range(0, count, self._group), (key, copies)
-        groups = [self._complete_group(loaded, prompts, lengths, start, *of_all) for start in starts]
+        starts = range(0, count, self._group)
+        groups = [self._complete_group(loaded, prompts, lengths, start, key, copies) for start in starts]
         drawn, log_probs, ends, support = jax.tree.map(lambda *parts: np.concatenate(parts)[:count], *groups)
         return Samples(drawn, log_probs, ends - lengths, support)
 
@@ -73,105 +87,86 @@ class InvariantSampler(Sampler):
         self, loaded: LeafParameters, prompts: np.ndarray, lengths: np.ndarray, start: int, key: jax.Array, copies: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, RecordedSupport | None]:
         """Returns tokens drawn [B, N], their log-probs, the lengths of the rows with them, and the recorded support."""
-        tokens, begin, done = self._start(prompts[start : start + self._group], lengths[start : start + self._group])
-        caches = self._read_prompts(loaded, tokens, begin)
-        ranks = [self._rows(*each) for each in self._deal(tokens, begin, done)]
-        row_ids = [ids for (ids,) in self._deal(np.arange(start, start + self._group, dtype=np.int32))]
-        ended: list[list[jax.Array]] = []
-        for step in range(self._max_new_tokens):
-            # Of the step before the last, so that the devices have work while this waits for it.
-            if len(ended) > 1 and all(np.all(each) for each in jax.device_get(ended[-2])):
-                break
-            hidden = self._read(loaded, [(rows.tokens, rows.starts) for rows in ranks], caches)
-            operands = zip(loaded.heads, hidden, ranks, row_ids, strict=True)
-            ranks, flags = zip(*(self._advance(*each, key, step, copies) for each in operands), strict=True)
-            ended.append(list(flags))
-        columns = [(rows.lengths, rows.drawn, rows.support) for rows in ranks]
-        ends, drawn, support = jax.tree.map(lambda *parts: self._programs.ranks.on_host(parts), *columns)
-        return drawn, self._log_probs(loaded, ranks, ends - begin), ends, support
+        ranks, group = self._programs.ranks, slice(start, start + self._group)
+        given = self._given(prompts[group], lengths[group], start)
+        operands = loaded.weights, loaded.heads, self._dealt(given), [key] * len(ranks.devices)
+        rows = ranks.side_by_side(self._complete, *operands, [copies] * len(ranks.devices))
+        columns = [(each.lengths, each.drawn, each.support) for each in rows]
+        ends, drawn, support = jax.tree.map(lambda *parts: ranks.on_host(parts), *columns)
+        return drawn, self._log_probs(loaded, rows, ends - given.lengths), ends, support
 
-    def _start(self, prompts: np.ndarray, prompt_lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns tokens [B, S], lengths and whether done; rows without a prompt are."""
+    def _given(self, prompts: np.ndarray, prompt_lengths: np.ndarray, start: int) -> _Given:
+        """Returns a group, whose last rows may have no prompt."""
         slots = self._programs.reader.slots(self._row_length)
         tokens = np.full((self._group, slots), self._rule.pad_id, np.int32)
-        lengths = np.ones(self._group, np.int32)
+        lengths, numbers = np.ones(self._group, np.int32), np.arange(self._group, dtype=np.int32)
         tokens[: len(prompts), : prompts.shape[1]], lengths[: len(prompts)] = prompts, prompt_lengths
-        return tokens, lengths, np.arange(self._group) >= len(prompts)
+        return _Given(tokens, lengths, numbers >= len(prompts), start + numbers)
+
+    def _dealt(self, whole: Any) -> list[Any]:
+        """Splits arrays of all ranks' rows by data rank; returns those that this process computes."""
+        ranks = self._programs.ranks
+        by_rank = jax.tree.map(lambda x: x.reshape(ranks.count, self._leaf_rows, *x.shape[1:]), whole)
+        return [jax.tree.map(operator.itemgetter(rank), by_rank) for rank in ranks.here]
+
+    def _complete(self, weights: BodyWeights, head: Array, given: _Given, key: jax.Array, copies: int) -> _Rows:
+        """Completes the rows of one rank, on its device."""
+        reader, (device,) = self._programs.reader, head.devices()
+        # All of it is there before the first token: what comes from elsewhere would hold up every one.
+        (tokens, lengths, done, row_ids), *of_all = jax.device_put((given, key, np.int32(copies)), device)
+        cache = self._read_prompts(weights, tokens, given.lengths, device)
+        rows, ended = self._rows(tokens, lengths, done), []
+        for step in range(self._max_new_tokens):
+            # Of the step before the last, so that the device has work while this waits for it.
+            if step > 1 and np.all(jax.device_get(ended[-2])):
+                break
+            block, cache = reader.step(weights, rows.tokens, rows.starts, cache)
+            rows, flags = self._advance(head, block, rows, row_ids, *of_all)
+            ended.append(flags)
+        return rows
 
     def _rows(self, tokens: jax.Array, lengths: jax.Array, done: jax.Array) -> _Rows:
         config, block = self._programs.config, self._programs.reader.block
         shape, (device,) = (len(lengths), self._max_new_tokens), tokens.devices()
-        drawn = jnp.zeros(shape, jnp.int32, device=device)
+        drawn = jnp.full(shape, self._rule.pad_id, jnp.int32, device=device)
         hidden = jnp.zeros((*shape, config.hidden_size), config.dtype, device=device)
         support = jax.device_put(self._rule.no_support(len(lengths), config.vocab_size), device)
-        return _Rows(tokens, lengths, (lengths - 1) // block * block, done, drawn, hidden, support)
+        step = jnp.zeros((), jnp.int32, device=device)
+        return _Rows(tokens, lengths, (lengths - 1) // block * block, done, step, drawn, hidden, support)
 
     def _read_prompts(
-        self, loaded: LeafParameters, tokens: np.ndarray, lengths: np.ndarray
-    ) -> list[tuple[RowCache, ...]]:
-        """Returns each rank's cache with all blocks of its prompts but the last, which the first draw reads."""
-        reader, size = self._programs.reader, self._leaf_rows
-        caches = [reader.empty_cache(size, self._row_length, device) for device in self._programs.ranks.devices]
-        last = (lengths - 1) // reader.block
+        self, weights: BodyWeights, tokens: jax.Array, lengths: np.ndarray, device: jax.Device
+    ) -> tuple[RowCache, ...]:
+        """Returns a cache with all blocks of the prompts but the last, which the first draw reads."""
+        reader, last = self._programs.reader, (lengths - 1) // self._programs.reader.block
+        cache = reader.empty_cache(len(lengths), self._row_length, device)
         for block in range(last.max()):
-            self._read(loaded, self._deal(tokens, np.minimum(block, last) * reader.block), caches)
-        return caches
+            starts = jax.device_put(np.minimum(block, last) * reader.block, device)
+            _, cache = reader.step(weights, tokens, starts, cache)
+        return cache
 
-    def _read(
-        self, loaded: LeafParameters, rows: list[tuple[jax.Array, ...]], caches: list[tuple[RowCache, ...]]
-    ) -> list[jax.Array]:
-        """Returns hidden states of one block of every row, of (tokens, starts) on each rank; replaces the caches."""
-        hidden = []
-        for rank, (weights, each) in enumerate(zip(loaded.weights, rows, strict=True)):
-            block, caches[rank] = self._programs.reader.step(weights, *each, caches[rank])
-            hidden.append(block)
-        return hidden
-
-    def _log_probs(self, loaded: LeafParameters, ranks: tuple[_Rows, ...], counts: np.ndarray) -> np.ndarray:
+    def _log_probs(self, loaded: LeafParameters, ranks: list[_Rows], counts: np.ndarray) -> np.ndarray:
         """Returns log-probs [B, N] of the tokens drawn, 0 after the end."""
-        live = [mask for (mask,) in self._deal(np.arange(self._max_new_tokens) < counts[:, None])]
+        live = self._dealt(np.arange(self._max_new_tokens) < counts[:, None])
         supports = [None if rows.support is None else self._flat_support(rows.support) for rows in ranks]
         columns = [rows.hidden for rows in ranks], [rows.drawn for rows in ranks]
         results = self._programs.head(loaded, *columns, live, supports)
         return self._programs.ranks.on_host([result.log_probs for result in results])
 
-    def _deal(self, *arrays: np.ndarray) -> list[tuple[jax.Array, ...]]:
-        """Splits arrays of all ranks' rows by data rank, and puts each part that is of this process on its rank's device."""
-        ranks = self._programs.ranks
-        by_rank = [array.reshape(ranks.count, self._leaf_rows, *array.shape[1:]) for array in arrays]
-        return [
-            jax.device_put(tuple(array[rank] for array in by_rank), device)
-            for rank, device in zip(ranks.here, ranks.devices, strict=True)
-        ]
-
-    def _one_token(self, weight, block, rows: _Rows, row_ids, key, step, copies) -> tuple[_Rows, Array]:
+    def _one_token(self, weight, block, rows: _Rows, row_ids, key, copies) -> tuple[_Rows, Array]:
         """Returns the rows with one token more, and which are done, drawn from the hidden states of each row's block."""
-        size, spec = self._programs.reader.block, self._programs.spec
+        size, count = self._programs.reader.block, len(row_ids)
         hidden = jnp.take_along_axis(block, ((rows.lengths - 1) % size)[:, None, None], axis=1)[:, 0]
-        logits, live = logits_of(hidden, spec, weight) / spec.temperature, ~rows.done
-        options, support = self._rule.options, rows.support
-        if options.filters:
-            weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
-            at = jnp.arange(len(live), dtype=jnp.int32)[None], jnp.broadcast_to(step, len(live))
-            kept, cut = keep(logits, weights, options, None if support is None else support.room(*at))
-            if support is not None:
-                mass = jnp.where(kept, weights, 0.0).sum(axis=-1) / weights.sum(axis=-1)
-                support = support.extended(*at, kept & live[:, None], cut & live, jnp.where(live, mass, 0.0))
-            logits = jnp.where(kept, logits, -jnp.inf)
-        greedy = self._rule.greedy_rows(row_ids, copies)
-        if options.greedy:
-            drawn = most_likely(logits)
-        else:
-            keys = keys_of_rows(jax.random.fold_in(key, step), row_ids)
-            drawn = jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
-        if greedy is not None:
-            drawn = jnp.where(greedy, most_likely(logits), drawn)
-        drawn = jnp.where(live, drawn, 0)
+        keys, steps = keys_of_rows(key, row_ids), jnp.broadcast_to(rows.step, count)
+        own = jnp.arange(count, dtype=jnp.int32)[None]
+        recorded = self._rule.greedy_rows(row_ids, copies), rows.support, own
+        head = self._programs.spec, weight
+        sampled, done, support = self._rule.next_tokens(hidden, head, keys, steps, rows.done, *recorded)
+        live = ~rows.done
         slot = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)
         newest = (slot == rows.lengths[:, None]) & live[:, None]
         lengths = rows.lengths + live.astype(jnp.int32)
-        done = rows.done | jnp.isin(drawn, jnp.asarray(self._rule.eos_ids, jnp.int32))
-        put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new[:, None], step, axis=1)  # noqa: E731
-        tokens = jnp.where(newest, drawn[:, None], rows.tokens)
-        columns = put(rows.drawn, drawn), put(rows.hidden, hidden)
-        return _Rows(tokens, lengths, (lengths - 1) // size * size, done, *columns, support), done
+        put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new[:, None], rows.step, axis=1)  # noqa: E731
+        tokens = jnp.where(newest, sampled.tokens[:, None], rows.tokens)
+        columns = put(rows.drawn, sampled.tokens), put(rows.hidden, hidden)
+        return _Rows(tokens, lengths, (lengths - 1) // size * size, done, rows.step + 1, *columns, support), done
