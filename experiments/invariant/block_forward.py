@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from experiments.models.attention import RowCache
 from experiments.models.attention.triton_block import SLOTS as SLOTS_OF_KERNEL
-from experiments.models.compiled_program import LIBRARY_ALONE
+from experiments.models.compiled_program import LIBRARY_ALONE, CompiledProgram, lower_program, shapes_on
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 
@@ -66,6 +66,14 @@ class BlockForward:
         earlier blocks of the row have been read.
         """
         return self._step(weights, tokens, starts, cache)
+
+    def lower(
+        self, weights: BodyWeights, rows: int, length: int, device: jax.Device
+    ) -> tuple[Callable[[], CompiledProgram], tuple[RowCache, ...]]:
+        """Lowers the program for rows of `length` tokens; shapes are enough, and those of its cache are returned too."""
+        cache = shapes_on(device, jax.eval_shape(lambda: self.empty_cache(rows, length, device)))
+        tokens = jax.ShapeDtypeStruct((rows, self.slots(length)), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)
+        return lower_program(self._step, weights, *shapes_on(device, tokens), cache), cache
 
     def rows(self, weights: BodyWeights, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
         rows, length = tokens.shape

@@ -7,16 +7,19 @@ of that axis. The body of the model is not split in this mode, over "tensor" or 
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from experiments.invariant.block_forward import BlockForward, BodyWeights
 from experiments.invariant.leaf_ranks import LeafRanks
+from experiments.models.compiled_program import CompiledProgram, lower_program, shapes_on
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import TENSOR_AXIS
@@ -44,6 +47,15 @@ class LeafParameters(NamedTuple):
     weights: list[BodyWeights]
     heads: list[Float[Array, "V H"]]
     rows: Float[Array, "blocks H"]
+
+
+class LoweredHead(NamedTuple):
+    """The head, lowered; what lowers its gradients; and shapes of a rank's results of both."""
+
+    values: Callable[[], CompiledProgram]
+    lower_gradients: Callable[[], Callable[[], CompiledProgram]]
+    of_values: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
+    of_gradients: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
 
 
 class LeafPrograms:
@@ -83,18 +95,42 @@ class LeafPrograms:
 
     def trace(self, rows: int, length: int, support_capacity: int | None) -> None:
         """Traces the head for leaves of a shape without compiling it; ValueError for operands that the engine refuses."""
-        config, shards, tokens = self.config, self._shards(), (self.ranks.count * rows, length)
-        blocks = shards.num_shards * shards.max_width
-        hidden, weight = ((*tokens, config.hidden_size), config.dtype), ((blocks, config.hidden_size), config.dtype)
-        operands = (jax.ShapeDtypeStruct(*each) for each in (hidden, weight, (tokens, "int32"), (tokens, "bool")))
-        support = None
-        if support_capacity is not None:
-            shapes = (self.ranks.count * support_capacity,), tokens
-            support = Support(*(jax.ShapeDtypeStruct(shape, "int32") for shape in shapes))
         try:
-            jax.eval_shape(self._head, *operands, support)
+            jax.eval_shape(self._head, *self._operands(rows, length, support_capacity))
         except EngineUnavailable as error:
             require(False, "--invariance.engine", "an engine that can run here", str(error))
+
+    def _operands(self, rows: int, length: int, support_capacity: int | None) -> tuple:
+        """Returns shapes and places of the head's operands for leaves of a shape."""
+        config, shards, tokens = self.config, self._shards(), (self.ranks.count * rows, length)
+        blocks = shards.num_shards * shards.max_width, config.hidden_size
+
+        def split(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self.ranks.split)
+
+        support = None
+        if support_capacity is not None:
+            support = Support(*(split(shape, "int32") for shape in ((self.ranks.count * support_capacity,), tokens)))
+        weight = jax.ShapeDtypeStruct(blocks, config.dtype, sharding=NamedSharding(self.ranks.mesh, P(TENSOR_AXIS)))
+        hidden = split((*tokens, config.hidden_size), config.dtype)
+        return hidden, weight, split(tokens, "int32"), split(tokens, "bool"), support
+
+    def shapes(self, params: nnx.State) -> LeafParameters:
+        """Returns shapes and places of what `load` copies, on the first rank."""
+        device, operands = self.ranks.devices[0], self._operands(1, 1, None)
+        made = params, jax.eval_shape(self.reader.load, params), jax.eval_shape(self._weight, params)
+        return LeafParameters(*([each] for each in shapes_on(device, made)), operands[1])
+
+    def lower_head(self, rows: int, length: int, support_capacity: int | None) -> LoweredHead:
+        """Lowers the head and its gradients for leaves of a shape."""
+        operands = self._operands(rows, length, support_capacity)
+        values = jax.eval_shape(self._head, *operands)[:2]
+        cotangents = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.ranks.split) for x in values)
+        results = values, jax.eval_shape(self._head_vjp, *operands, cotangents)
+        part = lambda x: jax.ShapeDtypeStruct((x.shape[0] // self.ranks.count, *x.shape[1:]), x.dtype)  # noqa: E731
+        of_rank = shapes_on(self.ranks.devices[0], jax.tree.map(part, results))
+        gradients = functools.partial(lower_program, self._head_vjp, *operands, cotangents)
+        return LoweredHead(lower_program(self._head, *operands), gradients, *of_rank)
 
     def weight_of(self, params: nnx.State) -> Float[Array, "V H"]:
         """Returns the head in the activations' dtype."""

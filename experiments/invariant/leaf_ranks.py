@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -68,7 +68,9 @@ class LeafRanks:
     def to_local(self, whole: Array) -> list[Array]:
         """Undoes `to_global`."""
         parts = {shard.device: shard.data for shard in whole.addressable_shards}
-        return [parts[device] for device in self.devices]
+        here = [(parts[device], SingleDeviceSharding(device)) for device in self.devices]
+        # Typed alike on every mesh: the shard of a mesh of one device is an array over that mesh.
+        return [jax.make_array_from_single_device_arrays(part.shape, place, [part]) for part, place in here]
 
     def on_host(self, parts: Sequence[Array]) -> np.ndarray:
         """Returns the parts of all ranks, joined, in every process; all of them have to call it."""

@@ -6,6 +6,7 @@ then gives the log-probs of all tokens drawn in a group, on the ids that they we
 results do not depend on the batch that a token is in.
 """
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ from jaxtyping import Array, Bool, Float, Int
 from experiments.invariant.block_forward import BodyWeights
 from experiments.invariant.leaf_programs import LeafParameters, LeafPrograms
 from experiments.models.attention import RowCache
+from experiments.models.compiled_program import largest, lower_program, shapes_on
+from experiments.models.placement import bytes_a_device
 from experiments.sampling.sample_token import CompletionRule, keys_of_rows
 from experiments.sampling.sampler import Sampler, Samples
 from experiments.sampling.support import RecordedSupport, flat_support
@@ -80,8 +83,27 @@ class InvariantSampler(Sampler):
         drawn, log_probs, ends, support = jax.tree.map(lambda *parts: np.concatenate(parts)[:count], *groups)
         return Samples(drawn, log_probs, ends - lengths, support)
 
-    def lower(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> Callable[[], None]:
-        return lambda: None
+    def lower(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> Callable[[], int | None]:
+        """Lowers the programs of the first rank, whatever there is to draw: a group of rows has one shape."""
+        programs, size, device = self._programs, self._leaf_rows, self._programs.ranks.devices[0]
+        loaded, given = programs.shapes(params), self._dealt(self._given(np.zeros((0, 1)), np.zeros(0), 0))[0]
+        step, cache = programs.reader.lower(loaded.weights[0], size, self._row_length, device)
+        block = jax.ShapeDtypeStruct((size, programs.reader.block, programs.config.hidden_size), programs.config.dtype)
+        rows = shapes_on(device, jax.eval_shape(functools.partial(self._rows, device), *given[:3]))
+        operands = shapes_on(device, (block, given.row_ids, jax.random.key(0), np.int32(copies)))
+        advance = lower_program(self._advance, loaded.heads[0], operands[0], rows, *operands[1:])
+        capacity = None if rows.support is None else rows.support.ids.size
+        head = programs.lower_head(size, self._max_new_tokens, capacity).values
+        held = (loaded.weights, cache), (loaded.heads, rows), (loaded.rows, rows.hidden)
+
+        def need() -> int | None:
+            compiled = step(), advance(), head()
+            known = map(bytes_a_device, held)
+            beside = largest(*(each.bytes_beside(number) for each, number in zip(compiled, known, strict=True)))
+            always = bytes_a_device((loaded.weights, loaded.heads, loaded.rows, cache, rows))
+            return None if beside is None else beside + always
+
+        return need
 
     def _complete_group(
         self, loaded: LeafParameters, prompts: np.ndarray, lengths: np.ndarray, start: int, key: jax.Array, copies: int
@@ -115,7 +137,7 @@ class InvariantSampler(Sampler):
         # All of it is there before the first token: what comes from elsewhere would hold up every one.
         (tokens, lengths, done, row_ids), *of_all = jax.device_put((given, key, np.int32(copies)), device)
         cache = self._read_prompts(weights, tokens, given.lengths, device)
-        rows, ended = self._rows(tokens, lengths, done), []
+        rows, ended = self._rows(device, tokens, lengths, done), []
         for step in range(self._max_new_tokens):
             # Of the step before the last, so that the device has work while this waits for it.
             if step > 1 and np.all(jax.device_get(ended[-2])):
@@ -125,9 +147,9 @@ class InvariantSampler(Sampler):
             ended.append(flags)
         return rows
 
-    def _rows(self, tokens: jax.Array, lengths: jax.Array, done: jax.Array) -> _Rows:
+    def _rows(self, device: jax.Device, tokens: Array, lengths: Array, done: Array) -> _Rows:
         config, block = self._programs.config, self._programs.reader.block
-        shape, (device,) = (len(lengths), self._max_new_tokens), tokens.devices()
+        shape = len(lengths), self._max_new_tokens
         drawn = jnp.full(shape, self._rule.pad_id, jnp.int32, device=device)
         hidden = jnp.zeros((*shape, config.hidden_size), config.dtype, device=device)
         support = jax.device_put(self._rule.no_support(len(lengths), config.vocab_size), device)

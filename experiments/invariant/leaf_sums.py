@@ -26,10 +26,12 @@ from jaxtyping import Array
 
 from experiments.invariant.leaf_exchange import LeafExchange
 from experiments.invariant.leaf_programs import LeafParameters, LeafPrograms
-from experiments.learner.backend import LabelValues, StepGradient, add_gradients
+from experiments.learner.backend import CompiledSums, LabelValues, StepGradient, add_gradients
 from experiments.learner.computed import has_effect
 from experiments.learner.objectives import NO_CONSTANTS, LossConstants, Objective
 from experiments.learner.packing import GlobalMicroBatch, Packing
+from experiments.models.compiled_program import largest, lower_program, shapes_on
+from experiments.models.placement import bytes_a_device
 from jaxlogp import Document, MicroBatch, StepSums, TokenLogProbs
 from jaxlogp.head import HeadRun
 
@@ -58,8 +60,34 @@ class LeafSums:
     def trace(self, params: nnx.State, padding: GlobalMicroBatch) -> None:
         self._programs.trace(padding.packing.rows, padding.packing.row_length, padding.packing.support_capacity)
 
-    def lower(self, params: nnx.State, padding: GlobalMicroBatch) -> None:
-        """Returns None: a leaf takes several programs."""
+    def lower(self, params: nnx.State, padding: GlobalMicroBatch) -> Callable[[], CompiledSums]:
+        """Lowers the programs of a leaf, for the first rank; the others' are compiled when they are called."""
+        programs, ranks, packing = self._programs, self._programs.ranks, padding.packing
+        rows, loaded, batch = packing.rows, programs.shapes(params), self._placed(padding)[0]
+        step, cache = programs.reader.lower(loaded.weights[0], rows, packing.row_length, ranks.devices[0])
+        head = programs.lower_head(rows, packing.row_length, packing.support_capacity)
+        parts, _ = jax.eval_shape(self._loss, TokenLogProbs(*head.of_values), batch, np.int32(0), NO_CONSTANTS)
+        inputs = batch.tokens, batch.positions, batch.segment_ids
+        operands = loaded.ranks[0], inputs, shapes_on(ranks.devices[0], parts), *head.of_gradients
+        lowered = [lower_program(self._leaf, *operands), head.lower_gradients(), head.values, step]
+        held = [bytes_a_device(each) for each in (loaded.ranks, loaded.rows, loaded.rows, loaded.weights)]
+        whole = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), jax.eval_shape(self._leaf, *operands)
+        )
+
+        def sums() -> CompiledSums:
+            compiled = [compile_it() for compile_it in lowered]
+            beside = largest(*(each.bytes_beside(known) for each, known in zip(compiled, held, strict=True)))
+            # What is loaded, and the hidden states, are there all the time.
+            always = bytes_a_device((loaded.weights, loaded.heads, loaded.rows, head.of_gradients[0]))
+            return CompiledSums(None if beside is None else beside + always, shapes_on(ranks.state_device, whole))
+
+        return sums
+
+    def sums_waiting(self, rounds: int) -> int:
+        """Returns the nodes of the tree that wait, in parts that the ranks share."""
+        ranks = self._programs.ranks.count
+        return -(-((rounds * ranks).bit_length() - 1) // ranks)
 
     def without_zeros(
         self, documents: Sequence[Document], packing: Packing

@@ -11,7 +11,6 @@ from jaxtyping import Array, Float
 from experiments.learner.objectives import NO_CONSTANTS, LossConstants, Objective
 from experiments.learner.packing import GlobalMicroBatch, Packing
 from experiments.learner.replicas import Replicas
-from experiments.models.compiled_program import CompiledProgram
 from jaxlogp import Document, StepSums, VocabShards
 from jaxlogp.head import HeadRun
 
@@ -24,6 +23,14 @@ class StepGradient(NamedTuple):
 
     sums: StepSums
     drift: Float[Array, ""]
+
+
+class CompiledSums(NamedTuple):
+    """The programs of one round before their first call: the most bytes that they take per device beside the parameters,
+    None if the compiler does not say, and shapes, dtypes and places of the sums of a step."""
+
+    bytes_beside: int | None
+    sums: StepGradient
 
 
 class GradientBackend(Protocol):
@@ -44,8 +51,11 @@ class GradientBackend(Protocol):
     def trace(self, params: nnx.State, padding: GlobalMicroBatch) -> None:
         """Makes `head_run` known without compiling, and raises EngineUnavailable for a head that cannot run here."""
 
-    def lower(self, params: nnx.State, padding: GlobalMicroBatch) -> Callable[[], CompiledProgram] | None:
-        """Lowers the program of one round, and returns what compiles it before its first call; None if there are many."""
+    def lower(self, params: nnx.State, padding: GlobalMicroBatch) -> Callable[[], CompiledSums]:
+        """Lowers the programs of one round, and returns what compiles them before their first call."""
+
+    def sums_waiting(self, rounds: int) -> int:
+        """Returns how many sums of earlier rounds a device holds while it computes one of so many, at most."""
 
     def without_zeros(
         self, documents: Sequence[Document], packing: Packing

@@ -20,13 +20,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from experiments.learner.backend import GradientBackend, LabelValues, StepGradient, add_gradients
+from experiments.learner.backend import CompiledSums, GradientBackend, LabelValues, StepGradient, add_gradients
 from experiments.learner.computed import has_effect
 from experiments.learner.objectives import NO_CONSTANTS, HeadPlacement, LossConstants, LossTerms, Objective
 from experiments.learner.packing import GlobalMicroBatch, Packing
-from experiments.models.compiled_program import CompiledProgram, lower_program
+from experiments.models.compiled_program import lower_program
 from experiments.models.mesh import TENSOR_AXIS, document_axis, ranks_here, token_axes, wait_if_simulated
-from experiments.models.placement import whole_on_host
+from experiments.models.placement import bytes_a_device, whole_on_host
 from experiments.models.sharding import parameter_shardings
 from jaxlogp import Document, MicroBatch, StepSums, Support, TokenLogProbs, linear_log_probs
 from jaxlogp.head import HeadRun, record_head_runs
@@ -69,15 +69,18 @@ class GspmdGradients(GradientBackend):
     def trace(self, params: nnx.State, padding: GlobalMicroBatch) -> None:
         jax.eval_shape(self._sums, params, self._frozen, self._placed(padding), np.int32(0), NO_CONSTANTS)
 
-    def lower(self, params: nnx.State, padding: GlobalMicroBatch) -> Callable[[], CompiledProgram]:
+    def lower(self, params: nnx.State, padding: GlobalMicroBatch) -> Callable[[], CompiledSums]:
         operands = (params, self._frozen, self._placed(padding), np.int32(0), NO_CONSTANTS)
         compiled = lower_program(self._sums, *operands)
 
-        def with_sums_alone() -> CompiledProgram:
+        def sums() -> CompiledSums:
             program = compiled()
-            return program._replace(results=program.results[0])
+            return CompiledSums(program.bytes_beside(bytes_a_device((params, self._frozen))), program.results[0])
 
-        return with_sums_alone
+        return sums
+
+    def sums_waiting(self, rounds: int) -> int:
+        return min(rounds - 1, 1)
 
     def without_zeros(
         self, documents: Sequence[Document], packing: Packing

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
-from experiments.learner.backend import Backend, LabelValues
+from experiments.learner.backend import Backend, CompiledSums, LabelValues
 from experiments.learner.computed import of_all
 from experiments.learner.diagnosis import check_documents, explain_refusal
 from experiments.learner.drift import StepDrift, measure_drift
@@ -24,8 +24,7 @@ from experiments.learner.replicas import fingerprint, require_same_frozen
 from experiments.learner.scoring import kl_between, log_probs_of, require_finite_scores, scores_of
 from experiments.learner.selection import Selection
 from experiments.learner.update import TrainState, Update, UpdateOutcome
-from experiments.models.compiled_program import CompiledProgram
-from experiments.models.placement import reserve_pinned
+from experiments.models.placement import bytes_a_device, reserve_pinned
 from experiments.refusal import NotFinite, Refusal
 from jaxlogp import Document
 from jaxlogp.errors import require
@@ -48,6 +47,15 @@ class LearnerState(NamedTuple):
 
     arrays: dict[str, Any]
     counters: dict[str, Any]
+
+
+class StepNeed(NamedTuple):
+    """Most bytes per device that the programs of a step take beside the state: of a micro-batch, and of the update with the
+    sums, of which `sums` are the bytes. None where the compiler does not say."""
+
+    micro_batch: int | None
+    sums: int
+    update: int | None
 
 
 class Learner:
@@ -96,14 +104,15 @@ class Learner:
         self.entropy_coefficient = None if entropy_control is None else entropy_control.first
         self.gradients.trace(self.state.params, self._step_packing.padding())
 
-    def lower(self) -> Callable[[], tuple[CompiledProgram, CompiledProgram]] | None:
-        """Lowers the program of a micro-batch; returns what compiles it and that of the update; None with `--invariant`."""
-        micro_batch = self.gradients.lower(self.state.params, self._step_packing.padding())
-        return None if micro_batch is None else functools.partial(self._compiled, micro_batch)
+    def lower(self) -> Callable[[], StepNeed]:
+        """Lowers the programs of a micro-batch; what is returned compiles them and that of the update."""
+        lowered = self.gradients.lower(self.state.params, self._step_packing.padding())
+        return functools.partial(self._compiled, lowered)
 
-    def _compiled(self, micro_batch: Callable[[], CompiledProgram]) -> tuple[CompiledProgram, CompiledProgram]:
-        program = micro_batch()
-        return program, self._update.ahead(self.state, program.results)
+    def _compiled(self, lowered: Callable[[], CompiledSums]) -> StepNeed:
+        micro_batch, sums = lowered()
+        update = self._update.ahead(self.state, sums)
+        return StepNeed(micro_batch, bytes_a_device(sums), update.bytes_beside(bytes_a_device(self.state)))
 
     def begin(self, params: nnx.State) -> None:
         """Goes on from other parameters, which are the reference, with a fresh optimizer state."""

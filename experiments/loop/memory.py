@@ -1,6 +1,7 @@
 """What a run needs of each device's memory: asked of its compiled programs before the first of them runs."""
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
@@ -32,6 +33,8 @@ CURES = {
     "schedule.accumulate": "--schedule.accumulate bfloat16",
     "mesh": "--mesh with more fsdp or tensor ranks",
 }
+CURES_OF_LEAVES = {"invariance.leaf_rows": "fewer --invariance.leaf-rows", "model.remat": CURES["model.remat"]}
+"""With `--invariant`: a leaf is computed, or drawn, at a time."""
 
 
 class MemoryNeed(NamedTuple):
@@ -96,7 +99,8 @@ def say_memory(setup: Setup, progress: Progress, console: RunConsole, *, resumed
         console.say(programs)
     if limit is None or need.total <= limit:
         return
-    cures = [cure for option, cure in CURES.items() if not resumed or is_changeable(option)]
+    possible = CURES_OF_LEAVES if setup.config.invariant else CURES
+    cures = [cure for option, cure in possible.items() if not resumed or is_changeable(option)]
     error = DoesNotFit(need, limit, ", ".join([*cures, "a device with more memory"]))
     if need.state > limit or need.total > ACCURACY * limit:
         raise error
@@ -104,7 +108,7 @@ def say_memory(setup: Setup, progress: Progress, console: RunConsole, *, resumed
 
 
 def memory_need(setup: Setup, *, warm_start_to_come: bool) -> MemoryNeed:
-    """What a run needs, its warm start included; of `--invariant`, whose programs are many small ones, the state alone."""
+    """What a run needs, its warm start included; the state alone where the compiler does not say more."""
     state, params = _state(setup, warm_start_to_come), setup.learner.state.params
     alone = MemoryNeed(state, host=bytes_of_process(setup.learner.template()))
     shapes = setup.shapes
@@ -112,31 +116,17 @@ def memory_need(setup: Setup, *, warm_start_to_come: bool) -> MemoryNeed:
         evaluation = shapes["evaluation"]
         shapes["evaluation"] = evaluation._replace(prompts=max(evaluation.prompts, CHECK_PROMPTS))
     drawing = [functools.partial(setup.samplers.lower, params, shape) for shape in shapes.values()]
-    programs, *needs = _side_by_side([setup.learner.lower, *drawing], setup.learner.reserve_host_memory)
-    draws = dict(zip(shapes, needs, strict=True))
-    if programs is None:
+    need, *draws = _side_by_side([setup.learner.lower, *drawing], setup.learner.reserve_host_memory)
+    parts = {"micro-batch": need.micro_batch, "update": need.update, **dict(zip(shapes, draws, strict=True))}
+    if None in parts.values():
         return alone
-    micro_batch, update = (program.compiled.memory_analysis() for program in programs)
-    known = {name: number for name, number in draws.items() if number is not None}
-    if micro_batch is None or update is None or len(known) < len(draws):
-        return alone
-    held = bytes_a_device(params) + bytes_a_device(setup.backend.frozen)
-    batch = max(0, micro_batch.argument_size_in_bytes - held)
-    gradients = bytes_a_device(programs[0].results)
-    # Those of a micro-batch beside their sum.
-    further = gradients if _several_micro_batches(setup, warm_start_to_come) else 0
-    parts = {
-        "micro-batch": batch + micro_batch.temp_size_in_bytes + micro_batch.output_size_in_bytes + further,
-        "update": gradients + update.temp_size_in_bytes + update.output_size_in_bytes - update.alias_size_in_bytes,
-        **known,
-    }
+    waiting = setup.learner.gradients.sums_waiting(_micro_batches(setup, warm_start_to_come))
+    parts["micro-batch"] += waiting * need.sums
     return alone._replace(parts=parts, compiling=peak_bytes(setup.mesh.local_devices) or 0)
 
 
-def _side_by_side(
-    lowerings: Sequence[Callable[[], Callable[[], Any] | None]], meanwhile: Callable[[], None]
-) -> list[Any]:
-    """Returns what is compiled of each program, None where there is none to compile: XLA uses few cores for one.
+def _side_by_side(lowerings: Sequence[Callable[[], Callable[[], Any]]], meanwhile: Callable[[], None]) -> list[Any]:
+    """Returns what is compiled of each program: XLA uses few cores for one.
 
     `meanwhile` is called beside that. Programs are lowered one after the other: JAX 0.11 numbers the kernels that it lowers,
     and a cache of compiled programs knows one with other numbers as another program. Compilations of several processes may
@@ -147,7 +137,7 @@ def _side_by_side(
     """
     with ThreadPoolExecutor(None if processes().count == 1 else 1) as pool:
         done = pool.submit(meanwhile)
-        compilations = [pool.submit(lower() or (lambda: None)) for lower in lowerings]
+        compilations = [pool.submit(lower()) for lower in lowerings]
         done.result()
         return [compiled.result() for compiled in compilations]
 
@@ -167,13 +157,13 @@ def _state(setup: Setup, warm_start_to_come: bool) -> int:
     return held + max(steps, moments)
 
 
-def _several_micro_batches(setup: Setup, warm_start_to_come: bool) -> bool:
-    """Whether a step may take several, where every document is the longest possible one."""
+def _micro_batches(setup: Setup, warm_start_to_come: bool) -> int:
+    """Returns how many a step may take, where every document is the longest possible one."""
     sizes, rollout = setup.sizes, setup.config.rollout
     step = setup.config.schedule.docs_per_step or rollout.prompts_per_rollout * rollout.num_generations
     warm = setup.config.warm_start.batch_size if warm_start_to_come else 0
     rows = parse_mesh(setup.config.mesh).ranks * sizes.rows
-    return max(step, warm) > rows * (sizes.row // (sizes.prompt + sizes.completion))
+    return math.ceil(max(step, warm) / (rows * (sizes.row // (sizes.prompt + sizes.completion))))
 
 
 def training_bytes(config: Config, params: nnx.State, gradients: int = 1) -> int:

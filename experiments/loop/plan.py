@@ -76,7 +76,7 @@ class _Choices:
     def __init__(self, found: Found, chooses_remat: bool) -> None:
         is_decoder = found.model.decoder is not None
         self._begins_with_plan = chooses_remat and is_decoder
-        self._draws_fewer = is_decoder and found.config.rollout.rows is None
+        self._draws_fewer = is_decoder and found.config.rollout.rows is None and not found.config.invariant
         given = found.config, found.sizes, found.model
         self._plans = plans_of(*given, chooses_remat=self._begins_with_plan)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
 LIBRARY_ALONE = {"xla_gpu_enable_triton_gemm": False}
 """Compiler options with which a GPU's library multiplies, and not XLA's own kernels."""
@@ -22,6 +23,16 @@ class CompiledProgram(NamedTuple):
             return None
         arguments = max(0, needs.argument_size_in_bytes - held)
         return arguments + needs.temp_size_in_bytes + needs.output_size_in_bytes - needs.alias_size_in_bytes
+
+
+def shapes_on(device: jax.Device, tree: Any) -> Any:
+    """Returns shapes and dtypes of a tree's arrays as those of arrays on a device."""
+    place = SingleDeviceSharding(device)
+
+    def there(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place, weak_type=getattr(x, "weak_type", False))
+
+    return jax.tree.map(there, tree)
 
 
 def largest(*needs: int | None) -> int | None:

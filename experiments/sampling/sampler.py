@@ -59,7 +59,7 @@ class Sampler(Protocol):
         """Lowers the first of its programs for [`prompts`, `tokens`]; of `params` shapes, dtypes and places are enough.
 
         What is returned compiles these programs before their first call, and returns the most bytes that they take per
-        device beside the parameters; None if they are many small ones, or if the compiler does not say.
+        device beside the parameters; None if the compiler does not say.
         """
 
 

@@ -3,6 +3,9 @@
 import functools
 import io
 import logging
+import math
+import operator
+import re
 import threading
 from types import SimpleNamespace
 
@@ -13,12 +16,13 @@ import pytest
 from experiments import resume, train
 from experiments.command_line import exit_code
 from experiments.config import Config, ScheduleConfig
+from experiments.invariant.leaf_sums import LeafSums, TreeFold
 from experiments.learner import learner
 from experiments.learner.optimizers import Optimizer, adamw
 from experiments.learner.update import Update
 from experiments.loop import memory
 from experiments.loop.assemble import assemble
-from experiments.loop.loop import Progress
+from experiments.loop.loop import Progress, take_step
 from experiments.loop.memory import MemoryNeed, memory_need, peak_bytes, say_memory
 from experiments.models.compiled_program import compile_program
 from experiments.models.mesh import make_mesh, parse_mesh
@@ -42,11 +46,11 @@ def test_the_need_is_that_of_the_moment_that_takes_most():
     assert str(MemoryNeed(2**20)) == "at least 1.0 MiB (state alone, without its programs)"
 
 
-def said(monkeypatch, limit, *, needed=NEED, steps=3, resumed=False):
+def said(monkeypatch, limit, *, needed=NEED, steps=3, resumed=False, **options):
     """What is printed about a need, and what is raised."""
     monkeypatch.setattr(memory, "memory_need", lambda setup, **options: needed)
     monkeypatch.setattr(memory, "device_limit", lambda devices: limit)
-    config = Config(schedule=ScheduleConfig(steps=steps)).resolved()
+    config = Config(schedule=ScheduleConfig(steps=steps), **options).resolved()
     setup = SimpleNamespace(mesh=make_mesh(parse_mesh("")), config=config, warms_up=False)
     stream = io.StringIO()
     try:
@@ -77,9 +81,11 @@ def test_a_need_that_no_device_has_is_refused_with_what_may_make_it_fit(monkeypa
     kept = "--rollout.rows (fewer completions at a time), fewer --evaluation.num-prompts, "
     kept += "--mesh with more fsdp or tensor ranks, a device with more memory"
     assert str(error).endswith(f"try {kept}")
+    _, error = said(monkeypatch, 8 * GIB, invariant=True)
+    assert str(error).endswith("; try fewer --invariance.leaf-rows, --model.remat full, a device with more memory")
 
 
-@pytest.mark.parametrize("option", memory.CURES)
+@pytest.mark.parametrize("option", [*memory.CURES, *memory.CURES_OF_LEAVES])
 def test_what_may_make_it_fit_are_options(option):
     assert option in flat_fields(Config)
 
@@ -91,8 +97,8 @@ def test_a_program_compiled_for_its_memory_is_the_one_that_runs(caplog):
     )
     state = update.init(params)
     with jax.log_compiles():
-        program = sums.lower(state.params, batch(2))()
-        then = update.ahead(state, program.results)
+        micro_batch = sums.lower(state.params, batch(2))()
+        then = update.ahead(state, micro_batch.sums)
         for name in ("_of_micro_batch", "_applied"):
             assert any(f"Compiling jit({name})" in each.getMessage() for each in caplog.records)
         caplog.clear()
@@ -101,8 +107,8 @@ def test_a_program_compiled_for_its_memory_is_the_one_that_runs(caplog):
     again = [each.getMessage()[:60] for each in caplog.records if each.levelno >= logging.WARNING]
     assert not [each for each in again if "Compiling jit(_of_micro_batch)" in each or "Compiling jit(_applied)" in each]
     # fp32 gradients of 1920 rows of 14 of the 28 features, and of the phases, which are whole; a few numbers beside them.
-    micro_batch, applied = (each.compiled.memory_analysis() for each in (program, then))
-    assert 0 <= micro_batch.output_size_in_bytes - 4 * (1920 * 14 + 28) < 200
+    assert 0 <= bytes_a_device(micro_batch.sums) - 4 * (1920 * 14 + 28) < 200
+    applied = then.compiled.memory_analysis()
     # The new state takes the memory of the old one.
     assert 0 <= applied.output_size_in_bytes - applied.alias_size_in_bytes < 200
 
@@ -138,11 +144,11 @@ def test_programs_are_lowered_in_order_and_compiled_beside_each_other():
         lowered.append(name)
         return lambda: (all_three.wait(), name)[1]
 
-    programs = [functools.partial(lower, "a"), lambda: None, functools.partial(lower, "b")]
-    assert memory._side_by_side(programs, all_three.wait) == ["a", None, "b"]
+    programs = [functools.partial(lower, "a"), functools.partial(lower, "b")]
+    assert memory._side_by_side(programs, all_three.wait) == ["a", "b"]
     assert lowered == ["a", "b"]
     with pytest.raises(ZeroDivisionError):
-        memory._side_by_side(programs[1:2], lambda: 1 // 0)
+        memory._side_by_side([], lambda: 1 // 0)
 
 
 def test_parameters_on_a_mesh_of_the_rollouts_own_count():
@@ -219,12 +225,56 @@ def test_a_run_that_cannot_fit_is_refused_without_a_folder_and_a_resume_without_
     assert result.run.config.read_bytes() == before
 
 
+def names_compiled(caplog):
+    found = [re.match(r"Compiling jit\((\w+)\)", each.getMessage()) for each in caplog.records]
+    return [each[1] for each in found if each]
+
+
+def leaves(**options):
+    invariance = {"invariant": True, "invariance": {"block": 4}, "warm_start": {"max_steps": 0}}
+    return assemble(tiny("unused", "unused", **invariance, schedule={"row_length": None}, **options))
+
+
 @pytest.mark.slow
-def test_an_invariant_run_says_its_state_alone(tmp_path, capsys):
-    invariance = {"invariant": True, "schedule": {"steps": 1, "row_length": None}}
-    train(tiny(tmp_path, "leaves", warm_start={"max_steps": 0}, quiet=False, **invariance))
-    line = next(each for each in capsys.readouterr().out.splitlines() if each.startswith("memory per device: "))
-    assert line.startswith("memory per device: at least ") and "micro-batch" not in line
+@pytest.mark.parametrize(("mesh", "rollout"), [("", {}), ("data=2,tensor=2", {"top_p": 0.9})])
+def test_an_invariant_run_compiles_what_it_will_call(mesh, rollout, caplog):
+    setup = leaves(mesh=mesh, rollout=rollout)
+    # In every thread, for programs are compiled side by side.
+    jax.config.update("jax_log_compiles", True)
+    try:
+        need = memory_need(setup, warm_start_to_come=False)
+        ahead = names_compiled(caplog)
+        take_step(setup, setup.feed())
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    programs = {"_read", "_all_log_probs", "_all_gradients", "_one_leaf", "_one_token", "_applied"}
+    assert programs <= set(ahead) and programs.isdisjoint(names_compiled(caplog)[len(ahead) :])
+    assert list(need.parts) == ["micro-batch", "update", "rollout", "evaluation"]
+
+
+def test_an_invariant_rollout_takes_the_cache_and_the_weights_of_a_leaf_and_little_else():
+    # With four layers the head's blocks take less than the cache.
+    setup = leaves(rollout={"max_new_tokens": 64}, model={"num_layers": 4})
+    decoder, row = setup.model.decoder, setup.sizes.prompt + setup.sizes.completion
+    slot = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim * 4
+    weights = bytes_a_device(setup.learner.state.params)
+    # Keys and values of 8 rows of whole blocks; hidden states of what is drawn; the head twice more than the parameters.
+    cache, hidden = 8 * 4 * math.ceil(row / 4) * slot, 8 * 64 * decoder.hidden_size * 4
+    least = cache + hidden + weights + 2 * 24 * decoder.hidden_size * 4
+    assert least < setup.samplers.lower(setup.learner.state.params, setup.source.shape)() < 1.5 * least
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_sums_of_leaves_that_wait(ranks):
+    sums = object.__new__(LeafSums)
+    sums._programs = SimpleNamespace(ranks=SimpleNamespace(count=ranks))
+    fold, most = TreeFold(operator.add), 0
+    for rounds in range(1, 12):
+        # Each rank has a part of every node.
+        most = max(most, len(fold._nodes))
+        assert math.ceil(most / ranks) <= sums.sums_waiting(rounds) <= math.ceil((most + 1) / ranks)
+        for _ in range(ranks):
+            fold.push(1)
 
 
 def test_the_peak_is_that_of_the_fullest_device():

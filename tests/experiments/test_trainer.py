@@ -12,7 +12,6 @@ import pytest
 from experiments import Config, train
 from experiments.config import LossConfig, ModelConfig
 from experiments.experience.prompts import length_limits
-from experiments.invariant import leaf_sampler
 from experiments.loop import assemble as assemble_module
 from experiments.loop.assemble import slower_head
 from experiments.loop.loop import take_step
@@ -23,6 +22,7 @@ from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec
 from experiments.models.named_shapes import NAMED_SHAPES
 from experiments.models.tokenizer import tokenizer_for
+from experiments.sampling import sample_token
 from experiments.tasks import Example, make_task
 from jaxlogp.head import ChunkedEngine, HeadRun, registry
 from jaxlogp.policy.algorithms import ALGORITHMS
@@ -175,8 +175,8 @@ def test_the_fp32_head_reaches_every_engine_with_the_operands_own_dtypes(tmp_pat
 
 
 def test_the_invariant_sampler_draws_from_the_head_that_the_trainer_scores(tmp_path, monkeypatch):
-    specs, plain = [], leaf_sampler.logits_of
-    monkeypatch.setattr(leaf_sampler, "logits_of", lambda *operands: specs.append(operands[1]) or plain(*operands))
+    specs, plain = [], sample_token.logits_of
+    monkeypatch.setattr(sample_token, "logits_of", lambda *operands: specs.append(operands[1]) or plain(*operands))
     shape = DecoderConfig(24, 32, 64, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16, logit_softcap=5.0)
     monkeypatch.setitem(NAMED_SHAPES, "capped", shape)
     model = ModelConfig(name="capped", fp32_head=True)
