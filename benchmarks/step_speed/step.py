@@ -118,7 +118,7 @@ class Step:
 
     def micro_batch_program(self) -> Compiled:
         """The compiled gradient sums of one micro-batch."""
-        return self.sums.lower(self.state.params, self.rounds[0])().compiled
+        return self.sums.lower(self.state.params, self.rounds[0])().programs[0].compiled
 
 
 def optimizer_of(text: str) -> OptimizerConfig:

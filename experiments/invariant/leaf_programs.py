@@ -40,10 +40,9 @@ def compiler_options(platform: str) -> dict[str, Any] | None:
 
 
 class LeafParameters(NamedTuple):
-    """Parameters where the leaf's programs need them: whole on each rank, as they are, as the body and as a draw reads them,
-    and the head's rows over the tensor ranks."""
+    """Parameters where the forward passes need them: whole on each rank, as the body and as a draw reads them, and the
+    head's rows over the tensor ranks."""
 
-    ranks: list[nnx.State]
     weights: list[BodyWeights]
     heads: list[Float[Array, "V H"]]
     rows: Float[Array, "blocks H"]
@@ -86,12 +85,11 @@ class LeafPrograms:
         self._head_vjp = jax.jit(self._all_gradients, out_shardings=self.ranks.split, compiler_options=options)
 
     def load(self, params: nnx.State) -> LeafParameters:
-        """Copies the parameters to where leaves need them, once for many leaves."""
-        weight, devices = self._weight(params), self.ranks.devices
+        """Copies the parameters to where leaves need them, once for many leaves, in the activations' dtype."""
+        weights, weight = self.reader.load(params), self._weight(params)
         rows = self.ranks.over_tensor(self._shards().shard_rows(weight))
-        copies = [jax.device_put(params, device) for device in devices]
-        weights = [self.reader.load(params) for params in copies]
-        return LeafParameters(copies, weights, [jax.device_put(weight, device) for device in devices], rows)
+        copies = [jax.device_put((weights, weight), device) for device in self.ranks.devices]
+        return LeafParameters(*map(list, zip(*copies, strict=True)), rows)
 
     def trace(self, rows: int, length: int, support_capacity: int | None) -> None:
         """Traces the head for leaves of a shape without compiling it; ValueError for operands that the engine refuses."""
@@ -118,7 +116,7 @@ class LeafPrograms:
     def shapes(self, params: nnx.State) -> LeafParameters:
         """Returns shapes and places of what `load` copies, on the first rank."""
         device, operands = self.ranks.devices[0], self._operands(1, 1, None)
-        made = params, jax.eval_shape(self.reader.load, params), jax.eval_shape(self._weight, params)
+        made = jax.eval_shape(self.reader.load, params), jax.eval_shape(self._weight, params)
         return LeafParameters(*([each] for each in shapes_on(device, made)), operands[1])
 
     def lower_head(self, rows: int, length: int, support_capacity: int | None) -> LoweredHead:

@@ -68,19 +68,21 @@ class LeafSums:
         head = programs.lower_head(rows, packing.row_length, packing.support_capacity)
         parts, _ = jax.eval_shape(self._loss, TokenLogProbs(*head.of_values), batch, np.int32(0), NO_CONSTANTS)
         inputs = batch.tokens, batch.positions, batch.segment_ids
-        operands = loaded.ranks[0], inputs, shapes_on(ranks.devices[0], parts), *head.of_gradients
+        copies = shapes_on(ranks.devices[0], params)
+        operands = copies, inputs, shapes_on(ranks.devices[0], parts), *head.of_gradients
         lowered = [lower_program(self._leaf, *operands), head.lower_gradients(), head.values, step]
-        held = [bytes_a_device(each) for each in (loaded.ranks, loaded.rows, loaded.rows, loaded.weights)]
+        held = [bytes_a_device(each) for each in (copies, loaded.rows, loaded.rows, loaded.weights)]
         whole = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), jax.eval_shape(self._leaf, *operands)
         )
 
         def sums() -> CompiledSums:
-            compiled = [compile_it() for compile_it in lowered]
+            compiled = tuple(compile_it() for compile_it in lowered)
             beside = largest(*(each.bytes_beside(known) for each, known in zip(compiled, held, strict=True)))
             # What is loaded, and the hidden states, are there all the time.
             always = bytes_a_device((loaded.weights, loaded.heads, loaded.rows, head.of_gradients[0]))
-            return CompiledSums(None if beside is None else beside + always, shapes_on(ranks.state_device, whole))
+            need = None if beside is None else beside + always
+            return CompiledSums(compiled, need, shapes_on(ranks.state_device, whole))
 
         return sums
 
@@ -111,12 +113,14 @@ class LeafSums:
     ) -> StepGradient | None:
         """Adds every round's leaves in the order of their documents, neighbours first."""
         tree, loaded = TreeFold(self._add), self._programs.load(params)
+        # After what the forward passes read, which need not wait for them.
+        copies = [jax.device_put(params, device) for device in self._programs.ranks.devices]
         for each in rounds:
             ranks = range(each.packing.ranks)
             if each.skipped.issuperset(ranks):
                 leaves = [None for _ in ranks]
             else:
-                sums, values = self._sums_of_leaves(loaded, self._placed(each), version, constants)
+                sums, values = self._sums_of_leaves(copies, loaded, self._placed(each), version, constants)
                 if observe is not None:
                     observe(each, self._on_host(each, [value.log_probs for value in values]))
                 # The metrics of a leaf do not depend on which others are computed along with it.
@@ -154,7 +158,12 @@ class LeafSums:
         return inputs, hidden, self._programs.head(loaded, hidden, *_head_operands(batches))
 
     def _sums_of_leaves(
-        self, loaded: LeafParameters, batches: list[MicroBatch], version: int, constants: LossConstants
+        self,
+        params: list[nnx.State],
+        loaded: LeafParameters,
+        batches: list[MicroBatch],
+        version: int,
+        constants: LossConstants,
     ) -> tuple[list[StepGradient], list[TokenLogProbs]]:
         """Returns the sums of one leaf of each data rank, of which every array has a first dimension of 1, and the values
         that they were computed from."""
@@ -164,7 +173,7 @@ class LeafSums:
             *(self._loss(value, batch, *of_step) for value, batch in zip(values, batches, strict=True)), strict=True
         )
         gradients = self._programs.head_vjp(loaded, hidden, *_head_operands(batches), list(cotangents))
-        operands = zip(loaded.ranks, inputs, parts, gradients, strict=True)
+        operands = zip(params, inputs, parts, gradients, strict=True)
         return [self._leaf(*each, *pair) for *each, pair in operands], values
 
     def _one_loss(self, values: TokenLogProbs, batch: MicroBatch, version: Array, constants: LossConstants):

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from experiments.learner.objectives import NO_CONSTANTS, LossConstants, Objective
 from experiments.learner.packing import GlobalMicroBatch, Packing
 from experiments.learner.replicas import Replicas
+from experiments.models.compiled_program import CompiledProgram
 from jaxlogp import Document, StepSums, VocabShards
 from jaxlogp.head import HeadRun
 
@@ -29,6 +30,7 @@ class CompiledSums(NamedTuple):
     """The programs of one round before their first call: the most bytes that they take per device beside the parameters,
     None if the compiler does not say, and shapes, dtypes and places of the sums of a step."""
 
+    programs: tuple[CompiledProgram, ...]
     bytes_beside: int | None
     sums: StepGradient
 

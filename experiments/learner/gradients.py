@@ -75,7 +75,8 @@ class GspmdGradients(GradientBackend):
 
         def sums() -> CompiledSums:
             program = compiled()
-            return CompiledSums(program.bytes_beside(bytes_a_device((params, self._frozen))), program.results[0])
+            beside = program.bytes_beside(bytes_a_device((params, self._frozen)))
+            return CompiledSums((program,), beside, program.results[0])
 
         return sums
 

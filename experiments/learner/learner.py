@@ -110,7 +110,7 @@ class Learner:
         return functools.partial(self._compiled, lowered)
 
     def _compiled(self, lowered: Callable[[], CompiledSums]) -> StepNeed:
-        micro_batch, sums = lowered()
+        _, micro_batch, sums = lowered()
         update = self._update.ahead(self.state, sums)
         return StepNeed(micro_batch, bytes_a_device(sums), update.bytes_beside(bytes_a_device(self.state)))
 

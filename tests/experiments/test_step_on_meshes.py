@@ -111,7 +111,7 @@ def program_on(mesh):
     """The compiled program of a micro-batch, and (kind, shape) of every collective in it."""
     setup = setup_on(mesh)
     learner = setup.learner
-    program = learner.gradients.lower(learner.state.params, learner._step_packing.padding())().compiled
+    program = learner.gradients.lower(learner.state.params, learner._step_packing.padding())().programs[0].compiled
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all"
     found = re.findall(rf"= \(?(\w+\[[\d,]*\]).*? ({kinds})\(", program.as_text())
     return program, [(kind, shape) for shape, kind in found]
