@@ -7,7 +7,6 @@ of that axis. The body of the model is not split in this mode, over "tensor" or 
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -46,15 +45,6 @@ class LeafParameters(NamedTuple):
     weights: list[BodyWeights]
     heads: list[Float[Array, "V H"]]
     rows: Float[Array, "blocks H"]
-
-
-class LoweredHead(NamedTuple):
-    """The head, lowered; what lowers its gradients; and shapes of a rank's results of both."""
-
-    values: Callable[[], CompiledProgram]
-    lower_gradients: Callable[[], Callable[[], CompiledProgram]]
-    of_values: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
-    of_gradients: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
 
 
 class LeafPrograms:
@@ -119,16 +109,27 @@ class LeafPrograms:
         made = jax.eval_shape(self.reader.load, params), jax.eval_shape(self._weight, params)
         return LeafParameters(*([each] for each in shapes_on(device, made)), operands[1])
 
-    def lower_head(self, rows: int, length: int, support_capacity: int | None) -> LoweredHead:
-        """Lowers the head and its gradients for leaves of a shape."""
+    def lower_head(
+        self, rows: int, length: int, support_capacity: int | None
+    ) -> tuple[Callable[[], CompiledProgram], tuple[jax.ShapeDtypeStruct, ...]]:
+        """Lowers the head for leaves of a shape; returns shapes of a rank's log-probs and entropies too."""
+        operands = self._operands(rows, length, support_capacity)
+        return lower_program(self._head, *operands), self._of_rank(jax.eval_shape(self._head, *operands)[:2])
+
+    def lower_head_vjp(
+        self, rows: int, length: int, support_capacity: int | None
+    ) -> tuple[Callable[[], CompiledProgram], tuple[jax.ShapeDtypeStruct, ...]]:
+        """Lowers the gradients of the head for leaves of a shape; returns shapes of a rank's two too."""
         operands = self._operands(rows, length, support_capacity)
         values = jax.eval_shape(self._head, *operands)[:2]
         cotangents = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.ranks.split) for x in values)
-        results = values, jax.eval_shape(self._head_vjp, *operands, cotangents)
+        lowered = lower_program(self._head_vjp, *operands, cotangents)
+        return lowered, self._of_rank(jax.eval_shape(self._head_vjp, *operands, cotangents))
+
+    def _of_rank(self, tree: Any) -> Any:
+        """Returns shapes of the first rank's part of results that the ranks split."""
         part = lambda x: jax.ShapeDtypeStruct((x.shape[0] // self.ranks.count, *x.shape[1:]), x.dtype)  # noqa: E731
-        of_rank = shapes_on(self.ranks.devices[0], jax.tree.map(part, results))
-        gradients = functools.partial(lower_program, self._head_vjp, *operands, cotangents)
-        return LoweredHead(lower_program(self._head, *operands), gradients, *of_rank)
+        return shapes_on(self.ranks.devices[0], jax.tree.map(part, tree))
 
     def weight_of(self, params: nnx.State) -> Float[Array, "V H"]:
         """Returns the head in the activations' dtype."""

@@ -21,8 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from experiments.invariant.block_forward import BodyWeights
 from experiments.invariant.leaf_programs import LeafParameters, LeafPrograms
 from experiments.models.attention import RowCache
-from experiments.models.compiled_program import largest, lower_program, shapes_on
-from experiments.models.placement import bytes_a_device
+from experiments.models.compiled_program import bytes_in_turn, lower_program, shapes_on
 from experiments.sampling.sample_token import CompletionRule, keys_of_rows
 from experiments.sampling.sampler import Sampler, Samples
 from experiments.sampling.support import RecordedSupport, flat_support
@@ -93,15 +92,12 @@ class InvariantSampler(Sampler):
         operands = shapes_on(device, (block, given.row_ids, jax.random.key(0), np.int32(copies)))
         advance = lower_program(self._advance, loaded.heads[0], operands[0], rows, *operands[1:])
         capacity = None if rows.support is None else rows.support.ids.size
-        head = programs.lower_head(size, self._max_new_tokens, capacity).values
-        held = (loaded.weights, cache), (loaded.heads, rows), (loaded.rows, rows.hidden)
+        head, _ = programs.lower_head(size, self._max_new_tokens, capacity)
 
         def need() -> int | None:
-            compiled = step(), advance(), head()
-            known = map(bytes_a_device, held)
-            beside = largest(*(each.bytes_beside(number) for each, number in zip(compiled, known, strict=True)))
-            always = bytes_a_device((loaded.weights, loaded.heads, loaded.rows, cache, rows))
-            return None if beside is None else beside + always
+            held = loaded.weights, loaded.heads, loaded.rows, cache, rows
+            counted = (loaded.weights, cache), (loaded.heads, rows), (loaded.rows, rows.hidden)
+            return bytes_in_turn(held, zip((step(), advance(), head()), counted, strict=True))
 
         return need
 

@@ -30,8 +30,7 @@ from experiments.learner.backend import CompiledSums, LabelValues, StepGradient,
 from experiments.learner.computed import has_effect
 from experiments.learner.objectives import NO_CONSTANTS, LossConstants, Objective
 from experiments.learner.packing import GlobalMicroBatch, Packing
-from experiments.models.compiled_program import largest, lower_program, shapes_on
-from experiments.models.placement import bytes_a_device
+from experiments.models.compiled_program import bytes_in_turn, lower_program, shapes_on
 from jaxlogp import Document, MicroBatch, StepSums, TokenLogProbs
 from jaxlogp.head import HeadRun
 
@@ -63,26 +62,23 @@ class LeafSums:
     def lower(self, params: nnx.State, padding: GlobalMicroBatch) -> Callable[[], CompiledSums]:
         """Lowers the programs of a leaf, for the first rank; the others' are compiled when they are called."""
         programs, ranks, packing = self._programs, self._programs.ranks, padding.packing
-        rows, loaded, batch = packing.rows, programs.shapes(params), self._placed(padding)[0]
-        step, cache = programs.reader.lower(loaded.weights[0], rows, packing.row_length, ranks.devices[0])
-        head = programs.lower_head(rows, packing.row_length, packing.support_capacity)
-        parts, _ = jax.eval_shape(self._loss, TokenLogProbs(*head.of_values), batch, np.int32(0), NO_CONSTANTS)
-        inputs = batch.tokens, batch.positions, batch.segment_ids
-        copies = shapes_on(ranks.devices[0], params)
-        operands = copies, inputs, shapes_on(ranks.devices[0], parts), *head.of_gradients
-        lowered = [lower_program(self._leaf, *operands), head.lower_gradients(), head.values, step]
-        held = [bytes_a_device(each) for each in (copies, loaded.rows, loaded.rows, loaded.weights)]
-        whole = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), jax.eval_shape(self._leaf, *operands)
-        )
+        shape = packing.rows, packing.row_length, packing.support_capacity
+        loaded, batch, device = programs.shapes(params), self._placed(padding)[0], ranks.devices[0]
+        step, _ = programs.reader.lower(loaded.weights[0], packing.rows, packing.row_length, device)
+        head, values = programs.lower_head(*shape)
+        head_vjp, gradients = programs.lower_head_vjp(*shape)
+        parts, _ = jax.eval_shape(self._loss, TokenLogProbs(*values), batch, np.int32(0), NO_CONSTANTS)
+        inputs, copies = (batch.tokens, batch.positions, batch.segment_ids), shapes_on(device, params)
+        leaf = lower_program(self._leaf, copies, inputs, shapes_on(device, parts), *gradients)
 
         def sums() -> CompiledSums:
-            compiled = tuple(compile_it() for compile_it in lowered)
-            beside = largest(*(each.bytes_beside(known) for each, known in zip(compiled, held, strict=True)))
-            # What is loaded, and the hidden states, are there all the time.
-            always = bytes_a_device((loaded.weights, loaded.heads, loaded.rows, head.of_gradients[0]))
-            need = None if beside is None else beside + always
-            return CompiledSums(compiled, need, shapes_on(ranks.state_device, whole))
+            compiled = leaf(), head_vjp(), head(), step()
+            # What is loaded, and hidden states of the size of their gradients, are there all the time.
+            held = loaded.weights, loaded.heads, loaded.rows, gradients[0]
+            counted = copies, loaded.rows, loaded.rows, loaded.weights
+            of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), compiled[0].results)
+            need = bytes_in_turn(held, zip(compiled, counted, strict=True))
+            return CompiledSums(compiled, need, shapes_on(ranks.state_device, of_one))
 
         return sums
 

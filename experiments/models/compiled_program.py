@@ -1,10 +1,12 @@
 """Programs that are compiled before their first call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import SingleDeviceSharding
+
+from experiments.models.placement import bytes_a_device
 
 LIBRARY_ALONE = {"xla_gpu_enable_triton_gemm": False}
 """Compiler options with which a GPU's library multiplies, and not XLA's own kernels."""
@@ -39,6 +41,14 @@ def largest(*needs: int | None) -> int | None:
     """Returns the largest need; None if one of them is not known."""
     known = [need for need in needs if need is not None]
     return max(known) if len(known) == len(needs) else None
+
+
+def bytes_in_turn(held: Any, programs: Iterable[tuple[CompiledProgram, Any]]) -> int | None:
+    """Returns the most bytes a device has while programs run one after the other beside the arrays `held`; shapes and places
+    suffice. With each program are those of its arguments that are counted already; None if the compiler does not say.
+    """
+    beside = largest(*(program.bytes_beside(bytes_a_device(counted)) for program, counted in programs))
+    return None if beside is None else bytes_a_device(held) + beside
 
 
 def compile_program(function: Any, *operands: Any) -> CompiledProgram:

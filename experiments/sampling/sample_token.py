@@ -132,7 +132,7 @@ def sample_token(
     total = weights.sum(axis=-1)
     drawn_from, drawn_total, kept, cut = weights, total, None, None
     if options.filters:
-        kept, cut = keep(scaled, weights, options, room)
+        kept, cut = _keep(scaled, weights, options, room)
         drawn_from = jnp.where(kept, weights, 0.0)
         drawn_total = drawn_from.sum(axis=-1)
     if options.greedy:
@@ -147,7 +147,7 @@ def sample_token(
     return SampledToken(tokens, chosen - jnp.log(drawn_total), kept, cut, drawn_total / total)
 
 
-def keep(
+def _keep(
     scaled: Float[Array, "B V"], weights: Float[Array, "B V"], options: SamplingOptions, room: Int[Array, " B"] | None
 ) -> tuple[Bool[Array, "B V"], Bool[Array, " B"] | None]:
     """Returns what top_k, top_p and min_p leave, at most `room` ids of each row, and the rows of which that leaves some out.

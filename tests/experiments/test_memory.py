@@ -107,8 +107,8 @@ def test_a_program_compiled_for_its_memory_is_the_one_that_runs(caplog):
     again = [each.getMessage()[:60] for each in caplog.records if each.levelno >= logging.WARNING]
     assert not [each for each in again if "Compiling jit(_of_micro_batch)" in each or "Compiling jit(_applied)" in each]
     # fp32 gradients of 1920 rows of 14 of the 28 features, and of the phases, which are whole; a few numbers beside them.
-    assert 0 <= bytes_a_device(micro_batch.sums) - 4 * (1920 * 14 + 28) < 200
-    applied = then.compiled.memory_analysis()
+    summed, applied = (each.compiled.memory_analysis() for each in (*micro_batch.programs, then))
+    assert 0 <= summed.output_size_in_bytes - 4 * (1920 * 14 + 28) < 200
     # The new state takes the memory of the old one.
     assert 0 <= applied.output_size_in_bytes - applied.alias_size_in_bytes < 200
 
