@@ -27,6 +27,9 @@ from experiments.sampling.sampler import Sampler, Samples
 from experiments.sampling.support import RecordedSupport, flat_support
 from jaxlogp.errors import require
 
+_STEPS_AHEAD = 4
+"""Steps that may be started before the host knows whether one is needed, so that the device has work meanwhile."""
+
 
 class _Given(NamedTuple):
     """A group of rows to complete, on the host: whole rows of S slots with their prompts, and their numbers. A row without
@@ -135,11 +138,11 @@ class InvariantSampler(Sampler):
         cache = self._read_prompts(weights, tokens, given.lengths, device)
         rows, ended = self._rows(device, tokens, lengths, done), []
         for step in range(self._max_new_tokens):
-            # Of the step before the last, so that the device has work while this waits for it.
-            if step > 1 and np.all(jax.device_get(ended[-2])):
+            if step >= _STEPS_AHEAD and np.all(jax.device_get(ended[-_STEPS_AHEAD])):
                 break
             block, cache = reader.step(weights, rows.tokens, rows.starts, cache)
             rows, flags = self._advance(head, block, rows, row_ids, *of_all)
+            flags.copy_to_host_async()
             ended.append(flags)
         return rows
 
