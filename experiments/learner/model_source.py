@@ -1,5 +1,6 @@
 """Sources of a run's model: drawn from a seed, read from disk, or the user's own."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -71,6 +72,8 @@ class DecoderSource:
             return self._adapted(shardings, mesh)
         if self.pretrained is None and not self.restored:
             graph, params = nnx.split(Decoder(self.decoder, rngs=nnx.Rngs(self.seed), mesh=mesh))
+            # flax leaves a cycle that holds these parameters beside those of the run.
+            gc.collect(1)
         else:
             graph, abstract = abstract_decoder(self.decoder, mesh)
             params = placeholders(abstract, shardings) if self.restored else self._read(self.decoder, shardings)

@@ -1,6 +1,7 @@
 """What a run says of its memory before the first step, and what it refuses."""
 
 import functools
+import gc
 import io
 import logging
 import math
@@ -44,6 +45,20 @@ def test_the_need_is_that_of_the_moment_that_takes_most():
     assert str(NEED) == ("13.0 GiB (state 4.0 GiB; beyond it: micro-batch 9.0 GiB, update 3.0 GiB, rollout 512.0 MiB)")
     assert str(NEED._replace(compiling=14 * GIB)).endswith("; set-up and compilation took 14.0 GiB)")
     assert str(MemoryNeed(2**20)) == "at least 1.0 MiB (state alone, without its programs)"
+
+
+def test_drawn_parameters_are_on_the_device_once_when_a_run_is_assembled(tmp_path):
+    gc.collect()
+    before = sum(x.nbytes for x in jax.live_arrays())
+    gc.disable()
+    try:
+        setup = assemble(tiny(tmp_path, "drawn"))
+        added = sum(x.nbytes for x in jax.live_arrays()) - before
+    finally:
+        gc.enable()
+    state = setup.learner.state
+    drawn = sum(x.nbytes for x in jax.tree.leaves(state.params))
+    assert added < sum(x.nbytes for x in jax.tree.leaves(state)) + drawn / 2
 
 
 def said(monkeypatch, limit, *, needed=NEED, steps=3, resumed=False, **options):
