@@ -50,7 +50,7 @@ class BlockForward:
         config, slots = self._config, self.slots(length)
         if config.cached_attention_run().implementation == "triton":
             slots += -slots % SLOTS_OF_KERNEL
-        shape = (rows, config.num_kv_heads, slots, config.head_dim)
+        shape = (rows, 2 * config.num_kv_heads, slots, config.head_dim)
         return _zeros(shape, config.dtype, config.num_layers, SingleDeviceSharding(device))()
 
     def slots(self, length: int) -> int:
@@ -116,5 +116,4 @@ class BlockForward:
 @functools.cache
 def _zeros(shape: tuple[int, ...], dtype: str, layers: int, place: jax.sharding.Sharding) -> Callable[[], Any]:
     """A program that makes a whole cache: the device waited for the host where every array had its own."""
-    zeros = lambda: jnp.zeros(shape, dtype)  # noqa: E731
-    return jax.jit(lambda: tuple(RowCache(zeros(), zeros()) for _ in range(layers)), out_shardings=place)
+    return jax.jit(lambda: tuple(jnp.zeros(shape, dtype) for _ in range(layers)), out_shardings=place)

@@ -192,7 +192,7 @@ class Decoder(nnx.Module):
         positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         full, sliding = self._rotations(positions)
         windows = [self.config.window_of(index) for index in range(len(layers))]
-        slots = jnp.arange(cache[0].keys.shape[2], dtype=jnp.int32)
+        slots = jnp.arange(cache[0].shape[2], dtype=jnp.int32)
 
         def bias(window: int | None) -> Array:
             allowed = slots <= positions[:, :, None]

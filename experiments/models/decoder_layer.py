@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
@@ -24,6 +25,7 @@ from experiments.models.attention import (
     attend_cached,
     attend_triton,
     first_readable,
+    put_block,
 )
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.layers import JoinedProjections, Projection, RMSNorm
@@ -147,8 +149,9 @@ class DecoderLayer(nnx.Module):
             options = {"window": window, **self.attention_options}
             return attend_block_triton(projections, preparation, cache, starts, **options)
         queries, keys, values = self.queries_keys_values(x, tables)
-        held = cache.put(keys, values, starts)
-        return attend(queries, *held, bias, **self.attention_options, by_head=True), held
+        held = put_block(cache, keys, values, starts)
+        both = jnp.split(held, 2, axis=1)
+        return attend(queries, *both, bias, **self.attention_options, by_head=True), held
 
     @jax.named_scope("projections")
     def _projections(self, normed: Float[Array, "*tokens H"]) -> Float[Array, "*tokens shards heads D"]:

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from experiments.models import decoder_layer
-from experiments.models.attention import NormAndRotation, RowCache, attend_block_triton, mask_bias
+from experiments.models.attention import NormAndRotation, attend_block_triton, mask_bias, put_block
 from experiments.models.attention.triton_block import SLOTS
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
@@ -37,7 +37,7 @@ def case(length, heads, kv_heads, starts):
     """Projections, and a cache whose slots from the block on hold something else."""
     rng, rows = np.random.default_rng(0), len(starts)
     slots = -(-(max(starts) + length) // SLOTS) * SLOTS
-    cache = RowCache(*(numbers(rng, rows, kv_heads, slots, HEAD_DIM) for _ in range(2)))
+    cache = numbers(rng, rows, 2 * kv_heads, slots, HEAD_DIM)
     return numbers(rng, rows, length, heads + 2 * kv_heads, HEAD_DIM), cache
 
 
@@ -56,7 +56,7 @@ def wanted(shape, window, softcap):
     for row, start in enumerate(starts):
         for head in range(heads):
             mine = head // (heads // kv_heads)
-            both = zip(cache, (keys, values), strict=True)
+            both = zip(np.split(cache, 2, axis=1), (keys, values), strict=True)
             k, v = (
                 np.concatenate([np.asarray(old[row, mine, :start], np.float64), new[row, :, mine]]) for old, new in both
             )
@@ -75,11 +75,8 @@ def check(shape, window, softcap, interpret=True):
     # The probabilities and the result are rounded to bf16, 2^-9 each; values are below 4.
     np.testing.assert_allclose(np.asarray(out, np.float64), wanted(shape, window, softcap), atol=2**-9 * 4 * 2, rtol=0)
     _, heads, kv_heads, _ = shape
-    put = cache.put(
-        projections[:, :, heads : heads + kv_heads], projections[:, :, heads + kv_heads :], jnp.asarray(starts)
-    )
-    for got, exact in zip(held, put, strict=True):
-        np.testing.assert_array_equal(got, exact)
+    _, keys, values = jnp.split(projections, [heads, heads + kv_heads], axis=2)
+    np.testing.assert_array_equal(held, put_block(cache, keys, values, jnp.asarray(starts)))
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, 2.0), (SLOTS + 1, None)])
@@ -97,10 +94,9 @@ def test_neither_later_tokens_nor_other_rows_nor_later_slots_change_a_bit():
     others = jnp.arange(len(starts))[:, None] != row
     later = jnp.arange(length) > token
     changed = jnp.where((others | later)[..., None, None], -3 * projections, projections)
-    slot = jnp.arange(cache.keys.shape[2])
+    slot = jnp.arange(cache.shape[2])
     unread = (slot >= starts[row])[None, None, :, None] | others[..., None, None]
-    spoiled = RowCache(*(jnp.where(unread, jnp.nan, x) for x in cache))
-    after, _ = by_kernel(changed, spoiled, starts)
+    after, _ = by_kernel(changed, jnp.where(unread, jnp.nan, cache), starts)
     seen = [np.asarray(x[row, : token + 1]).tobytes() for x in (before, after)]
     assert seen[0] == seen[1]
     assert not np.isfinite(np.asarray(after[:row], np.float32)).all()
@@ -119,7 +115,7 @@ def test_the_kernel_norms_and_rotates_as_the_model_does(monkeypatch):
     plain, joined = nnx.merge(graph, state), nnx.merge(graph, state)
     joined.join_projections()
     rng, starts = np.random.default_rng(0), jnp.asarray([0, 20])
-    cache = RowCache(*(numbers(rng, 2, 2, SLOTS, HEAD_DIM) for _ in range(2)))
+    cache = numbers(rng, 2, 4, SLOTS, HEAD_DIM)
     x, positions = numbers(rng, 2, 5, 64), starts[:, None] + jnp.arange(5)
     tables = rope_tables(positions, rope_frequencies(HEAD_DIM, 10.0))
     bias = mask_bias(jnp.arange(SLOTS) <= positions[..., None])
@@ -128,8 +124,8 @@ def test_the_kernel_norms_and_rotates_as_the_model_does(monkeypatch):
     seen, held = joined.attend_block(x, tables, cache, starts, None, None)
     # Compilers may leave out a rounding: queries and keys are one of 2^-8 apart, and with them their products.
     queries, _, _ = (jnp.abs(each.astype(jnp.float32)) for each in plain.queries_keys_values(x, tables))
-    keys, values = (jnp.repeat(jnp.abs(each.astype(jnp.float32)), 2, axis=1) for each in put)
-    np.testing.assert_allclose(*(np.asarray(each.keys, np.float32) for each in (held, put)), atol=0, rtol=2**-8)
+    keys, values = (jnp.repeat(jnp.abs(each.astype(jnp.float32)), 2, axis=1) for each in jnp.split(put, 2, axis=1))
+    np.testing.assert_allclose(*(np.asarray(each[:, :2], np.float32) for each in (held, put)), atol=0, rtol=2**-8)
     products = jnp.einsum("btnd,bnsd->btns", queries, keys).max(axis=-1) * config.attention_scale
     score = 2 * 2**-8 * products[..., None]
     # A share is off by as much relative as two scores absolute; it and the result are rounded to bf16.

@@ -13,6 +13,7 @@ from experiments.models.attention.allowed import first_keys as first_keys
 from experiments.models.attention.cache import KVCache as KVCache
 from experiments.models.attention.cache import LayerCache as LayerCache
 from experiments.models.attention.cache import RowCache as RowCache
+from experiments.models.attention.cache import put_block as put_block
 from experiments.models.attention.cached import attend_cached as attend_cached
 from experiments.models.attention.cached import choose_cached as choose_cached
 from experiments.models.attention.cached import continued as continued

@@ -30,19 +30,16 @@ def cache_spec(shape: tuple[int, ...], mesh: Mesh) -> P:
     return P(axes_of_rows(shape[0], mesh), TENSOR_AXIS if tensor > 1 and shape[1] % tensor == 0 else None)
 
 
-class RowCache(NamedTuple):
-    """Keys (already rotated) and values of one layer, one slot a token of each row, in the activations' dtype.
+RowCache = Float[Array, "B heads S D"]
+"""Keys (already rotated) of K heads and then values of as many, of one layer, one slot a token of each row, in the
+activations' dtype. Head by head, as products read them: no step turns the whole cache round. One array, as a program is
+started for every token, and takes longer to be started with more of them."""
 
-    Head by head, as products read them: no step turns the whole cache round.
-    """
 
-    keys: Float[Array, "B K S D"]
-    values: Float[Array, "B K S D"]
-
-    def put(self, keys: Array, values: Array, starts: Int[Array, " B"]) -> "RowCache":
-        """Returns the cache with a block of keys and values [B, C, K, D] from each row's slot `starts` on."""
-        put = jax.vmap(lambda x, new, start: lax.dynamic_update_slice_in_dim(x, new, start, axis=1))
-        return RowCache(*(put(x, new.swapaxes(1, 2), starts) for x, new in zip(self, (keys, values), strict=True)))
+def put_block(cache: RowCache, keys: Array, values: Array, starts: Int[Array, " B"]) -> RowCache:
+    """Returns a row cache with a block of keys and values [B, C, K, D] from each row's slot `starts` on."""
+    block = jnp.concatenate([keys, values], axis=2).swapaxes(1, 2)
+    return jax.vmap(lambda x, new, start: lax.dynamic_update_slice_in_dim(x, new, start, axis=1))(cache, block, starts)
 
 
 @jax.tree_util.register_dataclass

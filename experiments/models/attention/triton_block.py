@@ -55,33 +55,32 @@ def attend_block_triton(
     slot `starts`. The slots of the cache are a multiple of SLOTS. A window counts the token itself.
     """
     rows, length, heads, head_dim = projections.shape
-    kv_heads, slots = cache.keys.shape[1:3]
+    kv_heads, slots = cache.shape[1] // 2, cache.shape[2]
     assert slots % SLOTS == 0, "the last slots would be read beyond their row"
     tokens = min(length, max(1, MOST_QUERIES * kv_heads // (heads - 2 * kv_heads)))
     norms = () if preparation.query_norm is None else (preparation.query_norm, preparation.key_norm)
-    operands = (*cache, projections, starts, preparation.cos, preparation.sin, *norms)
-    results = (*cache, jax.ShapeDtypeStruct((rows, length, heads - 2 * kv_heads, head_dim), projections.dtype))
+    operands = (cache, projections, starts, preparation.cos, preparation.sin, *norms)
+    results = (cache, jax.ShapeDtypeStruct((rows, length, heads - 2 * kv_heads, head_dim), projections.dtype))
     whole = lambda x: pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)  # noqa: E731
     arithmetic = Arithmetic(preparation.epsilon, scale, softcap)
-    *held, mixed = pl.pallas_call(
+    held, mixed = pl.pallas_call(
         functools.partial(_kernel, tokens=tokens, window=window, arithmetic=arithmetic),
         grid=(rows, kv_heads, pl.cdiv(length, tokens)),
         in_specs=list(map(whole, operands)),
         out_specs=list(map(whole, results)),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
-        input_output_aliases={0: 0, 1: 1},
+        input_output_aliases={0: 0},
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=interpret,
         name="block_attention",
     )(*operands)
-    return mixed, RowCache(*held)
+    return mixed, held
 
 
 class _Inputs(NamedTuple):
     """Whole arrays in the GPU's memory."""
 
-    keys: Ref
-    values: Ref
+    cache: Ref
     projected: Ref
     starts: Ref
     cos: Ref
@@ -99,27 +98,33 @@ class _Head(NamedTuple):
     epsilon: float
 
     @property
+    def kv_heads(self) -> int:
+        return self.inputs.cache.shape[1] // 2
+
+    @property
     def features(self) -> Array:
-        return lax.iota(jnp.int32, self.inputs.keys.shape[3])
+        return lax.iota(jnp.int32, self.inputs.cache.shape[3])
 
     def rotated(self, token: Array, head: Array, norm_ref: Ref | None) -> Array:
         """Returns a head [M] of a token [M] of the block, normed and rotated: [M, D]."""
         inputs, of_token = self.inputs, (self.row, token[:, None])
         both = lambda pair: (inputs.cos[*of_token, pair[None, :]], inputs.sin[*of_token, pair[None, :]])  # noqa: E731
         load = lambda index: inputs.projected[*of_token, head[:, None], index[None, :]]  # noqa: E731
-        return rotated(load, norm_ref, *tables_of_features(both, inputs.keys.shape[3]), self.epsilon)
+        return rotated(load, norm_ref, *tables_of_features(both, inputs.cache.shape[3]), self.epsilon)
 
     def new(self, token: Array) -> tuple[Array, Array]:
         """Returns keys and values [M, D] of tokens [M] of the block."""
-        kv_heads = self.inputs.keys.shape[1]
-        of_key = jnp.full_like(token, self.inputs.projected.shape[2] - 2 * kv_heads + self.kv_head)
-        of_value = (self.row, token[:, None], (of_key + kv_heads)[:, None], self.features[None, :])
+        of_key = jnp.full_like(token, self.inputs.projected.shape[2] - 2 * self.kv_heads + self.kv_head)
+        of_value = (self.row, token[:, None], (of_key + self.kv_heads)[:, None], self.features[None, :])
         return self.rotated(token, of_key, self.inputs.key_norm), self.inputs.projected[of_value]
 
     def held(self, number: Array) -> tuple[Array, Array, Array]:
         """Returns keys and values [SLOTS, D] of the cache's slots from SLOTS times this number on, and these slots."""
-        here = (self.row, self.kv_head, pl.ds(number * SLOTS, SLOTS), slice(None))
-        return self.inputs.keys[here], self.inputs.values[here], number * SLOTS + lax.iota(jnp.int32, SLOTS)
+        keys, values = (
+            self.inputs.cache[self.row, head, pl.ds(number * SLOTS, SLOTS), :]
+            for head in (self.kv_head, self.kv_heads + self.kv_head)
+        )
+        return keys, values, number * SLOTS + lax.iota(jnp.int32, SLOTS)
 
 
 def _padded(number: int) -> Array:
@@ -129,13 +134,15 @@ def _padded(number: int) -> Array:
 
 def _kernel(*refs: Ref, tokens: int, window: int | None, arithmetic: Arithmetic) -> None:
     """Stores keys and values of `tokens` tokens of the block, and attends from these to their row up to each."""
-    inputs, (keys_ref, values_ref, mixed_ref) = _Inputs(*refs[:-3]), refs[-3:]
+    inputs, (cache_ref, mixed_ref) = _Inputs(*refs[:-2]), refs[-2:]
     read, first = _Head(inputs, pl.program_id(0), pl.program_id(1), arithmetic.epsilon), pl.program_id(2) * tokens
     length, start, features = mixed_ref.shape[1], inputs.starts[read.row], read.features[None, :]
     own = jnp.minimum(first + _padded(tokens), length - 1)
-    stored = (read.row, read.kv_head, (start + own)[:, None], features)
-    keys_ref[stored], values_ref[stored] = read.new(own)
-    group = mixed_ref.shape[2] // keys_ref.shape[1]
+    stored = (start + own)[:, None], features
+    keys, values = read.new(own)
+    cache_ref[read.row, read.kv_head, *stored] = keys
+    cache_ref[read.row, read.kv_heads + read.kv_head, *stored] = values
+    group = mixed_ref.shape[2] // read.kv_heads
     place = _padded(tokens * group)
     token, head = jnp.minimum(first + place // group, length - 1), read.kv_head * group + place % group
     queries, position = read.rotated(token, head, inputs.query_norm), (start + token)[:, None]
