@@ -1,6 +1,6 @@
 """Sources of a run's model: drawn from a seed, read from disk, or the user's own."""
 
-import gc
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -70,13 +70,14 @@ class DecoderSource:
     def parts(self, shardings: Shardings, mesh: Mesh | None) -> ModelParts:
         if self.decoder.lora.rank:
             return self._adapted(shardings, mesh)
-        if self.pretrained is None and not self.restored:
-            graph, params = nnx.split(Decoder(self.decoder, rngs=nnx.Rngs(self.seed), mesh=mesh))
-            # flax leaves a cycle that holds these parameters beside those of the run.
-            gc.collect(1)
+        graph, abstract = abstract_decoder(self.decoder, mesh)
+        if self.restored:
+            params = placeholders(abstract, shardings)
+        elif self.pretrained is not None:
+            params = self._read(self.decoder, shardings)
         else:
-            graph, abstract = abstract_decoder(self.decoder, mesh)
-            params = placeholders(abstract, shardings) if self.restored else self._read(self.decoder, shardings)
+            places, tree = jax.tree.flatten(shardings(abstract))
+            params = _draws(self.decoder, tuple(places), tree)(jax.random.key(self.seed))
         return ModelParts(graph, params, nnx.State({}))
 
     def graph(self, mesh: Mesh) -> nnx.GraphDef:
@@ -141,6 +142,15 @@ class UserModel:
     def warning(self) -> str:
         name = type(self.model).__name__
         return f"{name} has no key-value cache: for every token of a completion its whole row is computed again"
+
+
+@functools.lru_cache(maxsize=64)
+def _draws(decoder: DecoderConfig, places: tuple, tree: Any) -> Callable[[jax.Array], nnx.State]:
+    """Returns a program that draws a decoder's parameters from a key, each of their shards where it belongs."""
+    drawn = lambda key: nnx.state(Decoder(decoder, rngs=nnx.Rngs(params=key)))  # noqa: E731
+    # Called once: a CPU's compiler takes a quarter of the time so, and makes the same bits.
+    options = {"xla_backend_optimization_level": 1}
+    return jax.jit(drawn, out_shardings=jax.tree.unflatten(tree, places), compiler_options=options)
 
 
 def placeholders(abstract: nnx.State, shardings: Shardings) -> nnx.State:
