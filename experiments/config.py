@@ -108,13 +108,15 @@ class Config:
         if warm_start.max_steps is None:
             steps = WARM_START_STEPS if self.model.path is None and not self.supervised else 0
             warm_start = replace(warm_start, max_steps=steps)
-        model, invariance = self.model.resolved(self.invariant), self.invariance
-        if self.invariant:
-            dtype = "float32" if model.fp32_head else model.dtype
-            invariance = invariance.resolved(dtype, small_vocabulary=self.model.has_task_vocabulary)
         loaded = self.model.path is not None
         if loaded and rollout.max_new_tokens is None:
             rollout = replace(rollout, max_new_tokens=COMPLETION_OF_LOADED_MODEL)
+        model, invariance = self.model.resolved(self.invariant), self.invariance
+        if self.invariant:
+            dtype = "float32" if model.fp32_head else model.dtype
+            length = schedule.row_length or rollout.max_new_tokens
+            small = self.model.has_task_vocabulary
+            invariance = invariance.resolved(dtype, small_vocabulary=small, row_length=length)
         loss = self.loss.resolved()
         if loss.on_support is None:
             loss = replace(loss, on_support=rollout.filters and self.source is None)
@@ -252,8 +254,8 @@ def _validate_invariant(config: Config, mesh: MeshSpec) -> None:
     expected = "no sequence ranks with --invariant, whose leaves are whole rows"
     require(mesh.sequence == 1, "--mesh", expected, config.mesh)
     rows, leaf = config.schedule.rows, config.invariance.leaf_rows
-    expected = f"None or {leaf} with --invariant, whose micro-batches are leaves (--invariance.leaf-rows)"
-    require(rows in (None, leaf), "--schedule.rows", expected, rows)
+    expected = f"{'None' if leaf is None else f'None or {leaf}'} with --invariant, whose micro-batches are leaves"
+    require(rows in (None, leaf), "--schedule.rows", f"{expected} (--invariance.leaf-rows)", rows)
     engine, attention = config.loss.engine, config.model.attention
     require(engine == "auto", "--loss.engine", "auto with --invariant, which brings its own", engine)
     repeatable = attention in ("auto", "repeatable", "einsum")

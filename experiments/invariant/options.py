@@ -11,6 +11,11 @@ from jaxlogp.errors import require
 from jaxlogp.invariance import ReductionOrder
 
 ENGINES = ("fixed_order", "hopper")
+GPU_ROWS = 64
+GPU_LEAF = 2**15
+"""Tokens of a leaf on a GPU up to which it has GPU_ROWS rows: a choice."""
+GPU_BLOCK = 512
+"""Tokens of a block in all rows of a leaf on a GPU: fewer make slow products, and more are computed for each token drawn."""
 
 
 class HeadChoice(NamedTuple):
@@ -50,22 +55,43 @@ def head_here(name: str, dtype: str, *, small_vocabulary: bool) -> HeadChoice:
     return choose_head(jax.default_backend(), capability, dtype, small_vocabulary=small_vocabulary)
 
 
+def gpu_leaf_rows(row_length: int | None) -> int:
+    """Returns rows of a leaf on a GPU, a power of two from 8 to 64, for rows of so many tokens; None: few.
+
+    Example:
+        >>> [gpu_leaf_rows(length) for length in (None, 512, 1024, 16384)]
+        [64, 64, 32, 8]
+    """
+    rows = GPU_ROWS
+    while rows > 8 and rows * (row_length or 0) > GPU_LEAF:
+        rows //= 2
+    return rows
+
+
 @dataclass(frozen=True)
 class InvarianceConfig:
     """Settings that determine the bits of a run with --invariant: leaves of rows and granules of the vocabulary."""
 
-    leaf_rows: Annotated[int, AtLeast(1)] = 8
+    leaf_rows: Annotated[int | None, AtLeast(1)] = None
     """Rows (documents) that are computed together: the micro-batch of a data rank.
-    A GPU is fastest with many, up to all completions of a rank."""
-    block: Annotated[int, AtLeast(1)] = 16
+    A GPU is fastest with many, up to all completions of a rank. None: 8; on a GPU 64, or fewer of long rows."""
+    block: Annotated[int | None, AtLeast(1)] = None
     """Tokens of a row that the layers read at a time; the sampler reads the whole newest block for each token.
-    A GPU is fastest if --invariance.leaf-rows times this is 512 to 1024."""
+    None: 16; on a GPU 512 in all rows of a leaf."""
     engine: Annotated[str, OneOf("auto", *ENGINES)] = "auto"
     """Engine of the head: fixed_order, hopper (NVIDIA Hopper, bfloat16), or auto (hopper if it can run)."""
 
-    def resolved(self, dtype: str, *, small_vocabulary: bool) -> "InvarianceConfig":
-        """Returns the options with the engine that multiplies operands of `dtype` here; a task's own vocabulary is small."""
-        return replace(self, engine=head_here(self.engine, dtype, small_vocabulary=small_vocabulary).engine)
+    def resolved(self, dtype: str, *, small_vocabulary: bool, row_length: int | None) -> "InvarianceConfig":
+        """Returns the options with what follows from the device and from a row's tokens, where options tell of them.
+
+        The engine is one that multiplies operands of `dtype`; a task's own vocabulary is small. Neither the mesh nor the
+        memory decides: sizes determine the bits of a run.
+        """
+        engine = head_here(self.engine, dtype, small_vocabulary=small_vocabulary).engine
+        on_gpu = jax.default_backend() == "gpu"
+        rows = self.leaf_rows or (gpu_leaf_rows(row_length) if on_gpu else 8)
+        block = self.block or (max(1, GPU_BLOCK // rows) if on_gpu else 16)
+        return replace(self, leaf_rows=rows, block=block, engine=engine)
 
     def order(self, vocab_size: int, dtype: str) -> ReductionOrder:
         """Returns the numeric identity of the head for a vocabulary of at least 8 tokens; the engine must be resolved.

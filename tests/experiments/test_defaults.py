@@ -5,6 +5,7 @@ import pytest
 
 from experiments.config import Config, LossConfig, ModelConfig, OptimizerConfig, RolloutConfig
 from experiments.invariant import options as invariance
+from experiments.invariant.options import InvarianceConfig
 from experiments.loop.session import identity_of_run
 from experiments.models.lora import LoraConfig
 from experiments.runs.config_file import save_config
@@ -58,6 +59,25 @@ def test_auto_takes_an_engine_that_every_mesh_supports(monkeypatch, small, engin
     monkeypatch.setattr(invariance.jax, "__version_info__", (0, 11, 2))
     choice = invariance.choose_head("gpu", (9, 0), "bfloat16", small_vocabulary=small)
     assert choice.engine == engine
+
+
+@pytest.mark.parametrize(
+    ("backend", "length", "named", "leaf_rows", "block"),
+    [
+        ("cpu", None, {}, 8, 16),
+        ("gpu", None, {}, 64, 8),
+        ("gpu", 512, {}, 64, 8),
+        ("gpu", 513, {}, 32, 16),
+        ("gpu", 2**20, {}, 8, 64),
+        ("gpu", 2**20, {"leaf_rows": 128}, 128, 4),
+        ("gpu", None, {"block": 3}, 64, 3),
+    ],
+)
+def test_leaves_are_as_large_as_a_device_likes(monkeypatch, backend, length, named, leaf_rows, block):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    options = {"invariance": InvarianceConfig(**named), "rollout": RolloutConfig(max_new_tokens=length)}
+    found = Config(invariant=True, **options).resolved().invariance
+    assert (found.leaf_rows, found.block) == (leaf_rows, block)
 
 
 def test_the_rest_of_the_devices_is_a_number_where_it_is_said(tmp_path):

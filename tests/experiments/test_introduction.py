@@ -9,6 +9,7 @@ import pytest
 from experiments import evaluate
 from experiments.config import Config, DataConfig, EvaluationConfig, RewardConfig, RolloutConfig
 from experiments.experience.prompts import held_out_examples
+from experiments.invariant.options import InvarianceConfig
 from experiments.loop import memory
 from experiments.loop.evaluation import AnswerEvaluation, ExactMatch
 from experiments.loop.find_model import find_model
@@ -70,6 +71,13 @@ def test_a_state_that_the_devices_of_the_mesh_cannot_hold_is_refused(tmp_path, c
 def test_a_held_out_set_of_few_prompts_is_warned_of(tmp_path, capsys, task, prompts):
     words = f"WARNING: task {task}: distinct held-out prompts: {prompts}; a score on so few is noisy"
     assert lines(tmp_path, capsys, task=task, quiet=True)[1] == [words]
+
+
+@pytest.mark.parametrize(("mesh", "rows", "warned"), [("data=4,fsdp=2", 128, True), ("data=4,tensor=2", 128, False)])
+def test_ranks_without_a_leaf_are_warned_of(tmp_path, capsys, mesh, rows, warned):
+    options = {"invariance": InvarianceConfig(leaf_rows=rows), "mesh": mesh, "task": "addition:2", "quiet": True}
+    words = f"WARNING: --invariance.leaf-rows {rows}: 512 completions are 4 leaves, for 8 data ranks"
+    assert lines(tmp_path, capsys, invariant=True, **options)[1] == [words] * warned
 
 
 @pytest.mark.parametrize("room", [2, 4, 5, None])
