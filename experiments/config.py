@@ -114,6 +114,8 @@ class Config:
         model, invariance = self.model.resolved(self.invariant), self.invariance
         if self.invariant:
             dtype = "float32" if model.fp32_head else model.dtype
+            if invariance.leaf_rows is None:
+                invariance = replace(invariance, leaf_rows=schedule.rows)
             length = schedule.row_length or rollout.max_new_tokens
             small = self.model.has_task_vocabulary
             invariance = invariance.resolved(dtype, small_vocabulary=small, row_length=length)
@@ -254,8 +256,8 @@ def _validate_invariant(config: Config, mesh: MeshSpec) -> None:
     expected = "no sequence ranks with --invariant, whose leaves are whole rows"
     require(mesh.sequence == 1, "--mesh", expected, config.mesh)
     rows, leaf = config.schedule.rows, config.invariance.leaf_rows
-    expected = f"{'None' if leaf is None else f'None or {leaf}'} with --invariant, whose micro-batches are leaves"
-    require(rows in (None, leaf), "--schedule.rows", f"{expected} (--invariance.leaf-rows)", rows)
+    expected = f"None or {leaf} with --invariant, whose micro-batches are leaves (--invariance.leaf-rows)"
+    require(None in (rows, leaf) or rows == leaf, "--schedule.rows", expected, rows)
     engine, attention = config.loss.engine, config.model.attention
     require(engine == "auto", "--loss.engine", "auto with --invariant, which brings its own", engine)
     repeatable = attention in ("auto", "repeatable", "einsum")

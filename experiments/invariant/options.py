@@ -74,7 +74,8 @@ class InvarianceConfig:
 
     leaf_rows: Annotated[int | None, AtLeast(1)] = None
     """Rows (documents) that are computed together: the micro-batch of a data rank.
-    A GPU is fastest with many, up to all completions of a rank. None: 8; on a GPU 64, or fewer of long rows."""
+    A GPU is fastest with many, up to all completions of a rank.
+    None: --schedule.rows, or 8; on a GPU 64, or fewer of long rows."""
     block: Annotated[int | None, AtLeast(1)] = None
     """Tokens of a row that the layers read at a time; the sampler reads the whole newest block for each token.
     None: 16; on a GPU 512 in all rows of a leaf."""

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from experiments.config import Config, LossConfig, ModelConfig, OptimizerConfig, RolloutConfig
+from experiments.config import Config, LossConfig, ModelConfig, OptimizerConfig, RolloutConfig, ScheduleConfig
 from experiments.invariant import options as invariance
 from experiments.invariant.options import InvarianceConfig
 from experiments.loop.session import identity_of_run
@@ -78,6 +78,10 @@ def test_leaves_are_as_large_as_a_device_likes(monkeypatch, backend, length, nam
     options = {"invariance": InvarianceConfig(**named), "rollout": RolloutConfig(max_new_tokens=length)}
     found = Config(invariant=True, **options).resolved().invariance
     assert (found.leaf_rows, found.block) == (leaf_rows, block)
+
+
+def test_rows_of_a_micro_batch_are_those_of_a_leaf():
+    assert Config(invariant=True, schedule=ScheduleConfig(rows=5)).resolved().invariance.leaf_rows == 5
 
 
 def test_the_rest_of_the_devices_is_a_number_where_it_is_said(tmp_path):
