@@ -114,11 +114,8 @@ class Config:
         model, invariance = self.model.resolved(self.invariant), self.invariance
         if self.invariant:
             dtype = "float32" if model.fp32_head else model.dtype
-            if invariance.leaf_rows is None:
-                invariance = replace(invariance, leaf_rows=schedule.rows)
-            length = schedule.row_length or rollout.max_new_tokens
-            small = self.model.has_task_vocabulary
-            invariance = invariance.resolved(dtype, small_vocabulary=small, row_length=length)
+            sizes = {"rows": schedule.rows, "row_length": schedule.row_length or rollout.max_new_tokens}
+            invariance = invariance.resolved(dtype, small_vocabulary=self.model.has_task_vocabulary, **sizes)
         loss = self.loss.resolved()
         if loss.on_support is None:
             loss = replace(loss, on_support=rollout.filters and self.source is None)

@@ -13,8 +13,6 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
-from experiments.garbage import seldom_collected
-
 ENVIRONMENT = 3
 """`experiments.runs.ends.ExitCode.ENVIRONMENT`, which is not imported yet."""
 
@@ -28,8 +26,7 @@ def run_module(name: str) -> NoReturn:
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _end)
     try:
-        with seldom_collected():
-            command = importlib.import_module(name)
+        command = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] in ("experiments", "jaxlogp"):
             raise

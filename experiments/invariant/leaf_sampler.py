@@ -27,7 +27,7 @@ from experiments.sampling.sampler import Sampler, Samples
 from experiments.sampling.support import RecordedSupport, flat_support
 from jaxlogp.errors import require
 
-_STEPS_AHEAD = 4
+STEPS_AHEAD = 4
 """Steps that may be started before the host knows whether one is needed, so that the device has work meanwhile."""
 
 
@@ -138,7 +138,7 @@ class InvariantSampler(Sampler):
         cache = self._read_prompts(weights, tokens, given.lengths, device)
         rows, ended = self._rows(device, tokens, lengths, done), []
         for step in range(self._max_new_tokens):
-            if step >= _STEPS_AHEAD and np.all(jax.device_get(ended[-_STEPS_AHEAD])):
+            if step >= STEPS_AHEAD and np.all(jax.device_get(ended[-STEPS_AHEAD])):
                 break
             block, cache = reader.step(weights, rows.tokens, rows.starts, cache)
             rows, flags = self._advance(head, block, rows, row_ids, *of_all)

@@ -82,15 +82,17 @@ class InvarianceConfig:
     engine: Annotated[str, OneOf("auto", *ENGINES)] = "auto"
     """Engine of the head: fixed_order, hopper (NVIDIA Hopper, bfloat16), or auto (hopper if it can run)."""
 
-    def resolved(self, dtype: str, *, small_vocabulary: bool, row_length: int | None) -> "InvarianceConfig":
-        """Returns the options with what follows from the device and from a row's tokens, where options tell of them.
+    def resolved(
+        self, dtype: str, *, small_vocabulary: bool, rows: int | None, row_length: int | None
+    ) -> "InvarianceConfig":
+        """Returns the options with what follows from the device, and from rows and tokens of a row where options name them.
 
         The engine is one that multiplies operands of `dtype`; a task's own vocabulary is small. Neither the mesh nor the
         memory decides: sizes determine the bits of a run.
         """
         engine = head_here(self.engine, dtype, small_vocabulary=small_vocabulary).engine
         on_gpu = jax.default_backend() == "gpu"
-        rows = self.leaf_rows or (gpu_leaf_rows(row_length) if on_gpu else 8)
+        rows = self.leaf_rows or rows or (gpu_leaf_rows(row_length) if on_gpu else 8)
         block = self.block or (max(1, GPU_BLOCK // rows) if on_gpu else 16)
         return replace(self, leaf_rows=rows, block=block, engine=engine)
 

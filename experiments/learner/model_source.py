@@ -76,8 +76,7 @@ class DecoderSource:
         elif self.pretrained is not None:
             params = self._read(self.decoder, shardings)
         else:
-            places, tree = jax.tree.flatten(shardings(abstract))
-            params = _draws(self.decoder, tuple(places), tree)(jax.random.key(self.seed))
+            params = self._drawn(abstract, shardings)
         return ModelParts(graph, params, nnx.State({}))
 
     def graph(self, mesh: Mesh) -> nnx.GraphDef:
@@ -85,10 +84,14 @@ class DecoderSource:
 
     def _adapted(self, shardings: Shardings, mesh: Mesh | None) -> ModelParts:
         """Adapters to be trained, and the base from disk, which no checkpoint holds."""
-        graph, _ = abstract_decoder(self.decoder, mesh)
-        # Compiled, so that no more than the adapters is drawn.
-        drawn = jax.jit(lambda: nnx.state(Decoder(self.decoder, rngs=nnx.Rngs(self.seed)), nnx.LoRAParam))
-        return ModelParts(graph, drawn(), self._read(replace(self.decoder, lora=LoraConfig()), shardings))
+        graph, abstract = abstract_decoder(self.decoder, mesh)
+        adapters = self._drawn(nnx.filter_state(abstract, nnx.LoRAParam), shardings)
+        return ModelParts(graph, adapters, self._read(replace(self.decoder, lora=LoraConfig()), shardings))
+
+    def _drawn(self, abstract: nnx.State, shardings: Shardings) -> nnx.State:
+        places, tree = jax.tree.flatten(shardings(abstract))
+        kind = nnx.LoRAParam if self.decoder.lora.rank else ...
+        return _draws(self.decoder, kind, tuple(places), tree)(jax.random.key(self.seed))
 
     def _read(self, decoder: DecoderConfig, shardings: Shardings) -> nnx.State:
         assert self.pretrained is not None, "a model from disk"
@@ -145,10 +148,10 @@ class UserModel:
 
 
 @functools.lru_cache(maxsize=64)
-def _draws(decoder: DecoderConfig, places: tuple, tree: Any) -> Callable[[jax.Array], nnx.State]:
-    """Returns a program that draws a decoder's parameters from a key, each of their shards where it belongs."""
-    drawn = lambda key: nnx.state(Decoder(decoder, rngs=nnx.Rngs(params=key)))  # noqa: E731
-    # Called once: a CPU's compiler takes a quarter of the time so, and makes the same bits.
+def _draws(decoder: DecoderConfig, kind: Any, places: tuple, tree: Any) -> Callable[[jax.Array], nnx.State]:
+    """Returns a program that draws a decoder's parameters of a kind, and no others, each shard where it belongs."""
+    drawn = lambda key: nnx.state(Decoder(decoder, rngs=nnx.Rngs(params=key)), kind)  # noqa: E731
+    # A CPU's compiler takes a quarter of the time so, and makes the same bits.
     options = {"xla_backend_optimization_level": 1}
     return jax.jit(drawn, out_shardings=jax.tree.unflatten(tree, places), compiler_options=options)
 

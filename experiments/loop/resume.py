@@ -10,7 +10,6 @@ from flax import nnx
 
 from experiments.config import Config, apply_changes, validate
 from experiments.experience.own_source import resolve_source
-from experiments.garbage import seldom_collected
 from experiments.loop.assemble import Setup
 from experiments.loop.found import find_parts, resolve_task
 from experiments.loop.loop import Progress
@@ -63,7 +62,6 @@ def resume(
     return set_up_resume(path, changes or {}, UserParts(task, reward, model, source)).finish()
 
 
-@seldom_collected()
 def set_up_resume(path: str, changes: Mapping[str, Any], user: UserParts = NOTHING_OWN) -> Run:
     """Makes a run that exists; nothing is restored yet."""
     require_settings()

@@ -15,7 +15,6 @@ from flax import nnx
 from experiments.config import Config, require_types, validate
 from experiments.experience.experience import ExperienceSource, Policy
 from experiments.experience.own_source import resolve_source
-from experiments.garbage import seldom_collected
 from experiments.loop.assemble import Setup
 from experiments.loop.evaluation import Scores
 from experiments.loop.find_model import with_own_model
@@ -123,7 +122,6 @@ class Run:
         return _finish(self, console, outcome, time.perf_counter() - started)
 
 
-@seldom_collected()
 def set_up(config: Config, user: UserParts = NOTHING_OWN) -> Run:
     """Makes a run and its folder; nothing is trained yet."""
     require_settings()

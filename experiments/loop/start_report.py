@@ -128,7 +128,7 @@ def _idle_ranks(config: Config, sizes: LengthLimits) -> str | None:
     if not config.invariant or config.source is not None:
         return None
     completions = config.rollout.prompts_per_rollout * config.rollout.num_generations
-    leaves, ranks = -(-completions // sizes.rows), parse_mesh(config.mesh).ranks
+    leaves, ranks = -(-completions // sizes.rows), parse_mesh(config.rollout.mesh or config.mesh).ranks
     if leaves >= ranks:
         return None
     return f"--invariance.leaf-rows {sizes.rows}: {completions} completions are {leaves} leaves, for {ranks} data ranks"

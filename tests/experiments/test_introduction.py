@@ -73,10 +73,14 @@ def test_a_held_out_set_of_few_prompts_is_warned_of(tmp_path, capsys, task, prom
     assert lines(tmp_path, capsys, task=task, quiet=True)[1] == [words]
 
 
-@pytest.mark.parametrize(("mesh", "rows", "warned"), [("data=4,fsdp=2", 128, True), ("data=4,tensor=2", 128, False)])
-def test_ranks_without_a_leaf_are_warned_of(tmp_path, capsys, mesh, rows, warned):
-    options = {"invariance": InvarianceConfig(leaf_rows=rows), "mesh": mesh, "task": "addition:2", "quiet": True}
-    words = f"WARNING: --invariance.leaf-rows {rows}: 512 completions are 4 leaves, for 8 data ranks"
+@pytest.mark.parametrize(
+    ("mesh", "rollouts", "warned"),
+    [("data=4,fsdp=2", None, True), ("data=4,tensor=2", None, False), ("data=8", "data=4", False)],
+)
+def test_ranks_without_a_leaf_are_warned_of(tmp_path, capsys, mesh, rollouts, warned):
+    options = {"invariance": InvarianceConfig(leaf_rows=128), "rollout": RolloutConfig(mesh=rollouts)}
+    options |= {"mesh": mesh, "task": "addition:2", "quiet": True}
+    words = "WARNING: --invariance.leaf-rows 128: 512 completions are 4 leaves, for 8 data ranks"
     assert lines(tmp_path, capsys, invariant=True, **options)[1] == [words] * warned
 
 

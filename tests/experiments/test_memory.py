@@ -23,12 +23,14 @@ from experiments.learner.optimizers import Optimizer, adamw
 from experiments.learner.update import Update
 from experiments.loop import memory
 from experiments.loop.assemble import assemble
+from experiments.loop.find_model import find_model
 from experiments.loop.loop import Progress, take_step
 from experiments.loop.memory import MemoryNeed, memory_need, peak_bytes, say_memory
+from experiments.loop.supervised import find_task
 from experiments.models.compiled_program import compile_program
 from experiments.models.mesh import make_mesh, parse_mesh
 from experiments.models.placement import bytes_a_device, bytes_of_process
-from experiments.models.sharding import place_parameters
+from experiments.models.sharding import on_one_device, parameter_shardings, place_parameters
 from experiments.options import flat_fields
 from experiments.runs.console import RunConsole
 from tests.experiments.tiny import tiny
@@ -59,6 +61,18 @@ def test_drawn_parameters_are_on_the_device_once_when_a_run_is_assembled(tmp_pat
     state = setup.learner.state
     drawn = sum(x.nbytes for x in jax.tree.leaves(state.params))
     assert added < sum(x.nbytes for x in jax.tree.leaves(state)) + drawn / 2
+
+
+def test_each_shard_is_drawn_where_it_belongs_with_the_bits_of_one_device(tmp_path):
+    config = tiny(tmp_path, "drawn")
+    model = find_model(config, find_task(config), None, restored=False)
+    mesh = make_mesh(parse_mesh("fsdp=2,tensor=2"))
+    whole = model.parts(on_one_device(jax.devices()[0]), None).params
+    split = model.parts(lambda state: parameter_shardings(state, mesh), mesh).params
+    jax.tree.map(np.testing.assert_array_equal, split, whole)
+    places = parameter_shardings(split, mesh)
+    assert jax.tree.all(jax.tree.map(lambda x, place: x.sharding == place, split, places))
+    assert bytes_a_device(split) < bytes_a_device(whole) / 2
 
 
 def said(monkeypatch, limit, *, needed=NEED, steps=3, resumed=False, **options):

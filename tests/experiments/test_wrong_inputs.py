@@ -223,7 +223,10 @@ GRPO = [
     ("--mesh sequence=2 --schedule.row-length 33", "--schedule.row-length: expected a number that 2 sequence ranks divide"),
     ("--rollout.mesh sequence=2", "--rollout.mesh: expected no sequence ranks, since a rollout has one token of a row"),
     ("--mesh sequence=2 --invariant", "--mesh: expected no sequence ranks with --invariant, whose leaves are whole rows"),
-    ("--invariant --invariance.leaf-rows 8 --schedule.rows 16", "--schedule.rows: expected None or 8 with --invariant"),
+    (
+        "--invariant --invariance.leaf-rows 8 --schedule.rows 16",
+        "--schedule.rows: expected None or 8 with --invariant, whose micro-batches are",
+    ),
     ("--invariant --rollout.rows 4", "--rollout.rows: expected None with --invariant, which draws as many rows as a leaf"),
     ("--invariant --rollout.int8-weights", "--rollout.int8-weights: expected no value with --invariant, whose sampler"),
     ("--invariant --schedule.accumulate bfloat16", "--schedule.accumulate: expected float32 with --invariant, got bfloat16"),
