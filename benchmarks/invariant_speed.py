@@ -2,6 +2,7 @@
 
     python -m benchmarks.invariant_speed --layers 4                        # one device
     python -m benchmarks.invariant_speed --layers 4 --mesh data=1 data=2 tensor=2 fsdp=2
+    python -m benchmarks.invariant_speed --mesh data=2 --distributed ...      # in two processes, as docs/scaling.md says
 
 Every mesh is trained on without and with `--invariant`, whose micro-batches are leaves. Times are those of the fastest step
 after the first, which compiles: of a rollout, and of the rest of the step. The state (parameters and those of the optimizer)
@@ -34,10 +35,12 @@ from experiments.config import (
     ScheduleConfig,
     WarmStartConfig,
 )
+from experiments.distributed import ProcessOptions
 from experiments.loop.assemble import Setup, assemble
 from experiments.loop.feed import DocumentFeed
 from experiments.loop.loop import take_step
 from experiments.models.named_shapes import NAMED_SHAPES
+from experiments.processes import processes
 from experiments.runs.folder import metric_of
 from experiments.tasks import Completion, Example, Rewards
 from experiments.tasks.rewards import rewards_of
@@ -45,7 +48,7 @@ from jaxlogp.errors import require
 
 
 @dataclass(frozen=True)
-class InvariantSpeedConfig:
+class InvariantSpeedConfig(ProcessOptions):
     """Options of the benchmark."""
 
     model: str = "qwen3-0.6b"
@@ -147,9 +150,9 @@ def _shape_name(config: InvariantSpeedConfig) -> str:
 
 
 def _in_turn() -> Rewards:
-    """Rewards that differ within a group, in the order of the completions: random weights answer nothing, and without a
+    """Rewards that differ within a group, by the number of the completion: random weights answer nothing, and without a
     difference there is no gradient."""
-    numbers = itertools.count()
+    numbers = itertools.count(processes().index, processes().count)
 
     def in_turn(example: Example, completion: Completion) -> float:
         del example, completion
@@ -174,7 +177,7 @@ def measure(config: InvariantSpeedConfig, mesh: str, *, invariant: bool) -> Meas
     drift = max(metric_of(record, "drift_max") for record in records)
     run = setup.learner.gradients.head_run
     engine = "" if run is None else run.engine
-    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30
+    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30
     first = seconds[0][1]
     mode = "invariant" if invariant else "plain"
     digest = digest_of(setup.learner.state)
@@ -220,24 +223,31 @@ def main(config: InvariantSpeedConfig) -> list[Measured]:
         ValueError: an option out of range.
     """
     require(config.model in NAMED_SHAPES, "--model", f"one of {', '.join(NAMED_SHAPES)}", config.model)
-    print(f"{jax.device_count()} x {jax.devices()[0].device_kind}, JAX {jax.__version__}, {_shape_name(config)}")
-    print("| run | mesh | rows | head | rollout, s | rest of the step, s | first step, s | drift | state | peak |")
-    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    config.join(None)
+    _say(f"{jax.device_count()} x {jax.devices()[0].device_kind}, JAX {jax.__version__}, {_shape_name(config)}")
+    _say("| run | mesh | rows | head | rollout, s | rest of the step, s | first step, s | drift | state | peak |")
+    _say("|---|---|---|---|---|---|---|---|---|---|")
     results = []
     for mesh in config.mesh:
         for invariant in [False] * config.plain + [True] * config.invariant:
             got = measure(config, mesh, invariant=invariant)
             gc.collect()
             results.append(got)
-            print(
+            _say(
                 f"| {got.mode} | {mesh} | {got.rows} | {got.head} | {got.rollout_seconds:.3f} | {got.rest_seconds:.3f} "
-                f"| {got.first_seconds:.1f} | {got.drift:.3g} | {got.digest} | {got.peak_gib:.1f} GiB |",
-                flush=True,
+                f"| {got.first_seconds:.1f} | {got.drift:.3g} | {got.digest} | {got.peak_gib:.1f} GiB |"
             )
-            if config.out:
+            if config.out and processes().first:
                 with open(config.out, "a") as file:
                     file.write(json.dumps(dataclasses.asdict(got)) + "\n")
+    processes().finish()
     return results
+
+
+def _say(line: str) -> None:
+    """Prints a line, once for all processes."""
+    if processes().first:
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -71,15 +71,29 @@ class LeafPrograms:
         self.compiler_options = options = compiler_options(self.ranks.state_device.platform)
         self.reader = BlockForward(graph, config, block, options)
         self._weight = jax.jit(self.weight_of)
+        self._narrow = jax.jit(self._narrowed)
+        self._loaded: tuple[nnx.State, LeafParameters] | None = None
         self._head = jax.jit(self._all_log_probs, compiler_options=options)
         self._head_vjp = jax.jit(self._all_gradients, out_shardings=self.ranks.split, compiler_options=options)
 
     def load(self, params: nnx.State) -> LeafParameters:
-        """Copies the parameters to where leaves need them, once for many leaves, in the activations' dtype."""
-        weights, weight = self.reader.load(params), self._weight(params)
-        rows = self.ranks.over_tensor(self._shards().shard_rows(weight))
-        copies = [jax.device_put((weights, weight), device) for device in self.ranks.devices]
-        return LeafParameters(*map(list, zip(*copies, strict=True)), rows)
+        """Copies the parameters to where leaves need them, in the activations' dtype; those of the last call are there."""
+        if self._loaded is None or self._loaded[0] is not params:
+            self._loaded = None
+            self._loaded = params, self._copied(params)
+        return self._loaded[1]
+
+    def unload(self) -> None:
+        """Drops the copies, before the memory of the parameters goes to others."""
+        self._loaded = None
+
+    def _copied(self, params: nnx.State) -> LeafParameters:
+        ranks = self.ranks
+        narrow = self._narrow(params) if len(ranks.devices) > 1 else None
+        # Copied before the layers are taken apart: a few large arrays, where there would be hundreds.
+        copies = [jax.device_put(params if each is ranks.state_device else narrow, each) for each in ranks.devices]
+        weights, heads = list(map(self.reader.load, copies)), list(map(self._weight, copies))
+        return LeafParameters(weights, heads, ranks.over_tensor(self._shards().shard_rows(heads[0])))
 
     def trace(self, rows: int, length: int, support_capacity: int | None) -> None:
         """Traces the head for leaves of a shape without compiling it; ValueError for operands that the engine refuses."""
@@ -130,6 +144,15 @@ class LeafPrograms:
         """Returns shapes of the first rank's part of results that the ranks split."""
         part = lambda x: jax.ShapeDtypeStruct((x.shape[0] // self.ranks.count, *x.shape[1:]), x.dtype)  # noqa: E731
         return shapes_on(self.ranks.devices[0], jax.tree.map(part, tree))
+
+    def _narrowed(self, params: nnx.State) -> nnx.State:
+        """Returns the parameters in the dtypes that the forward passes read: vectors of each layer stay as they are."""
+
+        def narrowed(path: tuple, leaf: Array) -> Array:
+            is_matrix = leaf.ndim > (2 if path[0].key == "layers" else 1)
+            return leaf.astype(self.config.dtype) if is_matrix else leaf
+
+        return jax.tree_util.tree_map_with_path(narrowed, params)
 
     def weight_of(self, params: nnx.State) -> Float[Array, "V H"]:
         """Returns the head in the activations' dtype."""

@@ -123,6 +123,7 @@ class LeafSums:
                 leaves = [None if rank in each.skipped else leaf for rank, leaf in enumerate(self._exchange.deal(sums))]
             for leaf in leaves:
                 tree.push(leaf)
+        self._programs.unload()
         total = tree.total()
         return None if total is None else self._exchange.whole(total)
 
