@@ -105,7 +105,6 @@ def _rollout_facts(
     if len(prompts) < min(FEW_PROMPTS, config.evaluation.num_prompts):
         warnings.append(f"task {task.name}: distinct held-out prompts: {len(prompts)}; a score on so few is noisy")
     long = check_answer_lengths(config, task, held_out, tokenizer, rewards)
-    idle = _idle_ranks(config, sizes)
     if config.source is None:
         # For its checks.
         PromptStream(task, config.seed, config.schedule.epochs)
@@ -118,20 +117,27 @@ def _rollout_facts(
         data,
         f"{steps}{f', warm start of at most {warm} steps' if warm else ''}",
         _rollout(config, sizes.completion),
-        [*warnings, *(each for each in (long, idle) if each is not None)],
+        [*warnings, *([] if long is None else [long]), *_idle_ranks(config, sizes)],
         _cache_slots(config, sizes, len(held_out)),
     )
 
 
-def _idle_ranks(config: Config, sizes: LengthLimits) -> str | None:
-    """A warning of data ranks without a leaf in a rollout of the built-in samplers; None where there are none."""
-    if not config.invariant or config.source is not None:
-        return None
+def _idle_ranks(config: Config, sizes: LengthLimits) -> list[str]:
+    """Warnings of data ranks without a leaf, in a rollout of the built-in samplers and in a step."""
     completions = config.rollout.prompts_per_rollout * config.rollout.num_generations
-    leaves, ranks = -(-completions // sizes.rows), parse_mesh(config.rollout.mesh or config.mesh).ranks
-    if leaves >= ranks:
-        return None
-    return f"--invariance.leaf-rows {sizes.rows}: {completions} completions are {leaves} leaves, for {ranks} data ranks"
+    drawn = 0 if config.source is not None else completions
+    work = [
+        (drawn, "completions", config.rollout.mesh or config.mesh),
+        (config.schedule.docs_per_step, "documents of a step", config.mesh),
+    ]
+    found = []
+    for number, what, mesh in work if config.invariant else []:
+        leaves, ranks = -(-number // sizes.rows), parse_mesh(mesh).ranks
+        # 0: none are drawn here, or a step takes what is drawn.
+        if 0 < leaves < ranks:
+            option = f"--invariance.leaf-rows {sizes.rows}"
+            found.append(f"{option}: {number} {what} are {leaves} leaves, for {ranks} data ranks")
+    return found
 
 
 def _cache_slots(config: Config, sizes: LengthLimits, held_out: int) -> int:

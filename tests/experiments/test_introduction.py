@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from experiments import evaluate
-from experiments.config import Config, DataConfig, EvaluationConfig, RewardConfig, RolloutConfig
+from experiments.config import Config, DataConfig, EvaluationConfig, RewardConfig, RolloutConfig, ScheduleConfig
 from experiments.experience.prompts import held_out_examples
 from experiments.invariant.options import InvarianceConfig
 from experiments.loop import memory
@@ -74,14 +74,25 @@ def test_a_held_out_set_of_few_prompts_is_warned_of(tmp_path, capsys, task, prom
 
 
 @pytest.mark.parametrize(
-    ("mesh", "rollouts", "warned"),
-    [("data=4,fsdp=2", None, True), ("data=4,tensor=2", None, False), ("data=8", "data=4", False)],
+    ("mesh", "rollouts", "docs_per_step", "warned"),
+    [
+        ("data=4,fsdp=2", None, 0, ["512 completions are 4 leaves"]),
+        ("data=4,fsdp=2", "data=4", 300, ["300 documents of a step are 3 leaves"]),
+        ("data=8", None, 300, ["512 completions are 4 leaves", "300 documents of a step are 3 leaves"]),
+        ("data=4,tensor=2", None, 400, []),
+        ("data=8", "data=4", 0, []),
+    ],
 )
-def test_ranks_without_a_leaf_are_warned_of(tmp_path, capsys, mesh, rollouts, warned):
+def test_ranks_without_a_leaf_are_warned_of(tmp_path, capsys, mesh, rollouts, docs_per_step, warned):
     options = {"invariance": InvarianceConfig(leaf_rows=128), "rollout": RolloutConfig(mesh=rollouts)}
-    options |= {"mesh": mesh, "task": "addition:2", "quiet": True}
-    words = "WARNING: --invariance.leaf-rows 128: 512 completions are 4 leaves, for 8 data ranks"
-    assert lines(tmp_path, capsys, invariant=True, **options)[1] == [words] * warned
+    options |= {
+        "mesh": mesh,
+        "task": "addition:2",
+        "quiet": True,
+        "schedule": ScheduleConfig(docs_per_step=docs_per_step),
+    }
+    said = [f"WARNING: --invariance.leaf-rows 128: {words}, for 8 data ranks" for words in warned]
+    assert lines(tmp_path, capsys, invariant=True, **options)[1] == said
 
 
 @pytest.mark.parametrize("room", [2, 4, 5, None])
