@@ -8,6 +8,8 @@ from experiments.loop.assemble import assemble
 from experiments.loop.loop import take_step
 from tests.experiments.tiny import tiny
 
+pytestmark = pytest.mark.costly
+
 
 def leaves(**options):
     run = {"invariant": True, "warm_start": {"max_steps": 0}, "schedule": {"row_length": None}, **options}
