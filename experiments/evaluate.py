@@ -66,6 +66,12 @@ def load(config: EvaluateConfig, task: Task | None = None) -> LoadedRun:
 
 
 def _changed(stored: Config, config: EvaluateConfig) -> Config:
+    # Refused here by the names that this command has for them.
+    for option, value in (("--num-prompts", config.num_prompts), ("--max-new-tokens", config.max_new_tokens)):
+        require(value is None or value >= 1, option, "at least 1", value)
+    unread = stored.supervised and config.max_new_tokens is not None
+    expected = "no value in supervised learning, which samples nothing"
+    require(not unread, "--max-new-tokens", expected, config.max_new_tokens)
     if config.num_prompts is not None:
         evaluation = dataclasses.replace(stored.evaluation, num_prompts=config.num_prompts)
         stored = dataclasses.replace(stored, evaluation=evaluation)

@@ -1,7 +1,8 @@
 """Documents without effect: those whose advantages are all exactly 0 are counted, and not computed.
 
 Their gradient is exactly 0 where the loss has no other part. What a step says of all its documents is taken from them here;
-what needs the policy's log-probs is known of the computed ones alone, and its name begins with "computed/".
+what needs the policy's log-probs is known of the computed ones alone, and its name begins with "computed/"; None if there
+are none.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,8 @@ def of_all(
             # The others add 0.
             found[name] = value * metrics["loss_count"] / max(count, 1)
         else:
-            found[COMPUTED + name] = value
+            # The means of no document would be 0.
+            found[COMPUTED + name] = None if metrics.get("num_documents") == 0 else value
     counts = {name: metrics[name] for name in ("num_documents", "num_tokens") if name in metrics}
     return found | {COMPUTED + name: value for name, value in counts.items()}
 

@@ -13,6 +13,7 @@ from experiments.learner.packing import Packing
 from experiments.loop.queue import DocumentQueue
 from experiments.processes import processes
 from experiments.refusal import NotFinite, Refusal
+from experiments.tasks.protocol import TaskFailed
 from experiments.tasks.rewards import RewardFailed
 from jaxlogp import Document, DocumentSchedule
 
@@ -57,13 +58,13 @@ class DocumentFeed:
         """Draws the documents of the next step, and packs them; what is drawn beyond them waits for the one after.
 
         All of a step is drawn before any of it is packed, so that the micro-batches do not depend on where a rollout ends.
-        RewardFailed and SourceFailed pass through; nothing has then been taken of the data.
+        RewardFailed, SourceFailed and TaskFailed pass through; nothing has then been taken of the data.
         """
         started, before = time.perf_counter(), self._source.state()
         waiting, orders = self._queue.documents, self._orders
         try:
             counts, refusal = self._draw(policy)
-        except (RewardFailed, SourceFailed):
+        except (RewardFailed, SourceFailed, TaskFailed):
             self._source.restore(before)
             self._queue.documents, self._orders = waiting, orders
             raise

@@ -26,6 +26,7 @@ from experiments.runs.files import kind_of
 from experiments.runs.folder import RunFolder
 from experiments.runs.run_writer import RunWriter
 from experiments.runs.signals import Signals
+from experiments.tasks.protocol import TaskFailed
 from experiments.tasks.rewards import RewardFailed, RewardNotFinite
 from jaxlogp.errors import require
 
@@ -73,8 +74,8 @@ def take_step(
 ) -> tuple[StepResult, Taken] | None:
     """Draws documents and takes one optimizer step on them, or refuses it; None if the data has ended.
 
-    `when_drawn` is called between the two, before the update takes over the memory of the parameters. RewardFailed and
-    SourceFailed pass through, as if the step had not begun.
+    `when_drawn` is called between the two, before the update takes over the memory of the parameters. RewardFailed,
+    SourceFailed and TaskFailed pass through, as if the step had not begun.
     """
     policy = setup.policy()
     try:
@@ -303,10 +304,10 @@ class Loop:
             self._writer.wait_until_finished()
 
     def _with_rewards(self, function: Callable[[], Any]) -> Any:
-        """The function's result; a broken reward or source ends the run, once what is done has been saved."""
+        """The function's result; a broken reward, source or task ends the run, once what is done has been saved."""
         try:
             return function()
-        except (RewardFailed, RewardNotFinite, SourceFailed, NotFinite) as error:
+        except (RewardFailed, RewardNotFinite, SourceFailed, TaskFailed, NotFinite) as error:
             self._abort(str(error), error)
 
     def _abort(self, reason: str, error: Exception | None = None) -> NoReturn:

@@ -10,7 +10,7 @@ from experiments.options import AtLeast, OneOf, option_errors
 from experiments.tasks.jsonl import JsonlFormat
 from experiments.tasks.prompted import PromptedTask
 from experiments.tasks.protocol import MEMBERS, Task, check_task
-from experiments.tasks.registry import make_task
+from experiments.tasks.registry import NamedTask, make_task
 from experiments.tasks.rewards import RewardOptions, Rewards, rewards_for
 from jaxlogp.errors import describe, require
 from jaxlogp.losses.ratios import KL_ESTIMATORS
@@ -48,7 +48,7 @@ class DataConfig(JsonlFormat):
         is_object = not lacks and not isinstance(task, type)
         require(is_object, "task", expected, f"{describe(task)}{f' without {lacks[0]}' if lacks else ''}")
         check_task(task, "task")
-        return self._asked(task)
+        return self._asked(NamedTask(task, text=task.name))
 
     def _asked(self, task: Task) -> Task:
         if self.system is None and self.instruction is None and not self.extract:

@@ -58,6 +58,10 @@ def prompt_text(prompt: Prompt) -> str:
     return "\n\n".join(f"{message.role}: {message.content}" for message in prompt)
 
 
+class TaskFailed(ValueError):
+    """A task that raised, or gave no example: an error in it, which ends the run."""
+
+
 @runtime_checkable
 class Task(Protocol):
     """A source of examples with a reward that a program can check."""
@@ -136,14 +140,15 @@ def check_task(task: Task, whose: str) -> None:
             require(
                 is_count, whose, f"num_examples({split!r}) to be an integer of at least 1, or None", describe(count)
             )
-            _check_example(task.example(0, split), f"{whose}, example(0, {split!r})")
+            check_example(task.example(0, split), f"{whose}, example(0, {split!r})")
     except ValueError:
         raise
     except Exception as error:
         raise ValueError(f"{whose}: expected sizes and examples, got {type(error).__name__}: {error}") from error
 
 
-def _check_example(example: Any, whose: str) -> None:
+def check_example(example: Any, whose: str) -> None:
+    """Raises ValueError unless a task has given an example."""
     require(isinstance(example, Example), whose, "an experiments.tasks.Example", describe(example))
     prompt = example.prompt
     is_conversation = (

@@ -9,7 +9,7 @@ from experiments.named import call_named, import_named, is_module_name
 from experiments.tasks.arithmetic import Addition, Comparison
 from experiments.tasks.jsonl import JsonlFormat, load_jsonl
 from experiments.tasks.prompted import PromptedTask
-from experiments.tasks.protocol import SPLITS, SizedTask, Task, check_task
+from experiments.tasks.protocol import SPLITS, Example, SizedTask, Split, Task, TaskFailed, check_example, check_task
 from experiments.tasks.reasoning_gym import ReasoningGymTask
 from experiments.tasks.word_problems import WordProblems
 from jaxlogp.errors import describe, require
@@ -26,7 +26,10 @@ TASK_FORMS = (
 
 @dataclass(frozen=True)
 class NamedTask(PromptedTask):
-    """A user's task under the text that names it, module:name, and what it found there: the task, or what made it."""
+    """A user's task under the text that names it, module:name, and what it found there: the task, or what made it.
+
+    One from Python has its own name, and is found nowhere.
+    """
 
     text: str = ""
     found: Any = None
@@ -34,6 +37,16 @@ class NamedTask(PromptedTask):
     @property
     def name(self) -> str:
         return self.text
+
+    def example(self, index: int, split: Split) -> Example:
+        """The task's; TaskFailed if it raised, or gave none."""
+        try:
+            example = self.task.example(index, split)
+            check_example(example, "example")
+        except Exception as error:
+            at = f"task {self.name!r}, example({index}, {split!r})"
+            raise TaskFailed(f"{at}: {type(error).__name__}: {error}") from error
+        return example
 
 
 def make_task(spec: str, *, seed: int = 0, form: JsonlFormat = DEFAULT_FORMAT) -> Task:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments.config import Config, LossConfig, RejectionConfig, validate
-from experiments.learner.computed import COMPUTED
+from experiments.learner.computed import COMPUTED, of_all
 from experiments.loop.assemble import assemble
 from jaxlogp import Document
 from jaxlogp.losses import PRESETS
@@ -155,6 +156,23 @@ def test_an_invariant_step_has_the_bits_of_the_full_computation(zeros):
         assert {**one, "micro_batches": 0} == {**two, "micro_batches": 0}
         # Every second document, so that the leaves of two are skipped beyond the first half alone.
         assert one[COMPUTED + "num_documents"] == COUNT - 2 * max(0, zeros - COUNT // 2)
+
+
+@pytest.mark.parametrize("computed", [0, 2])
+def test_nothing_is_known_of_no_computed_document(computed):
+    """Not an entropy or a ratio of 0, which console and curves would show as a policy that has collapsed."""
+    sums = {
+        "entropy_labelled": 0.0,
+        "max_ratio_new_old": -np.inf,
+        "num_documents": computed,
+        "loss_count": 0,
+        "drift_max": None,
+    }
+    found = of_all(sums, documents(COUNT, 0, SimpleNamespace(version=0)), 9, 0)
+    assert (found["computed/num_documents"], found["num_documents"], found["loss_count"]) == (computed, COUNT, 9)
+    assert (found["computed/entropy_labelled"], found["computed/max_ratio_new_old"]) == (
+        (0.0, -np.inf) if computed else (None, None)
+    )
 
 
 WITH_EFFECT = {

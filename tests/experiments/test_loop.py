@@ -29,6 +29,7 @@ from experiments.runs.console import RunConsole
 from experiments.runs.ends import GuardAbort, Interrupted
 from experiments.runs.folder import RunFolder, read_metrics
 from experiments.runs.signals import caught_signals
+from experiments.tasks.protocol import TaskFailed
 from experiments.tasks.rewards import RewardFailed, RewardNotFinite
 from jaxlogp import Document
 from tests.experiments.tiny import contents, tiny
@@ -387,8 +388,8 @@ def test_a_damaged_state_is_never_saved(tmp_path, damage, words, saved):
 @pytest.mark.parametrize(
     ("moment", "saved"), [("step 4", 3), ("evaluation 4", 4), ("evaluation 0", None), ("warm start evaluation 2", None)]
 )
-@pytest.mark.parametrize("error", [RewardFailed, RewardNotFinite])
-def test_a_broken_reward_ends_the_run_with_a_checkpoint(tmp_path, whole, moment, saved, error):
+@pytest.mark.parametrize("error", [RewardFailed, RewardNotFinite, TaskFailed])
+def test_a_broken_reward_or_task_ends_the_run_with_a_checkpoint(tmp_path, whole, moment, saved, error):
     """A reward that is not finite is an end in an evaluation only; a trainer refuses the step for it."""
 
     def fail():

@@ -18,6 +18,7 @@ from experiments.loop import resume
 from experiments.loop.load import load_model
 from experiments.loop.run_parts import UserParts
 from experiments.tasks import Example, make_task
+from experiments.tasks.protocol import TaskFailed
 from jaxlogp import Document
 from jaxlogp.head import HeadSpec
 from tests.experiments.copying_task import Copying
@@ -209,6 +210,28 @@ def test_a_task_with_a_broken_member_is_refused(monkeypatch, members, words):
         make_task(f"{HERE}:broken")
     with pytest.raises(ValueError, match=f"^{re.escape(f'task{words}')}"):
         DataConfig().user_task(task)
+
+
+class Ending(Copying):
+    """Breaks behind its first examples, which are looked at before a run."""
+
+    def example(self, index, split):
+        return super().example(index, split) if index < 3 else {3: ("1", "1")}[index]
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("words", [{}, {"instruction": "Write."}])
+def test_a_task_that_breaks_later_is_named_with_the_example(words):
+    data = DataConfig(**words)
+    for name, task in ((f"{HERE}:Ending", data.task(f"{HERE}:Ending", 0)), ("copying", data.user_task(Ending()))):
+        assert task.example(2, "train").answer == "4"
+        for index, seen in (
+            (3, "ValueError: example: expected an experiments.tasks.Example, got tuple"),
+            (4, "KeyError: 4"),
+        ):
+            with pytest.raises(TaskFailed) as failed:
+                task.example(index, "train")
+            assert str(failed.value).startswith(f"task '{name}', example({index}, 'train'): {seen}")
 
 
 @pytest.mark.bad_input

@@ -310,6 +310,13 @@ OTHERS = [
     ("evaluate", "{place}/run --no-chat-template", "--no-chat-template: expected no value together with a run"),
     ("evaluate", "{place}/run --data.system x", "--data: expected no value together with a run"),
     ("evaluate", "--model /nowhere/at/all", "--model: expected "),
+    ("evaluate", "--model x --num-prompts 0", "--num-prompts: expected at least 1, got 0"),
+    ("evaluate", "--model x --max-new-tokens 0", "--max-new-tokens: expected at least 1, got 0"),
+    (
+        "evaluate",
+        "--model x --task sft:x --max-new-tokens 5",
+        "--max-new-tokens: expected no value in supervised learning, which samples nothing, got 5",
+    ),
     ("chat", "/nowhere/at/all", "model: expected a run folder, a directory or a GGUF file, got /nowhere/at/all"),
     ("chat", "{place}/folder", "config.json"),
     ("chat", "{place}/run --dtype float64", "--dtype: expected float32 or bfloat16, got float64"),
