@@ -12,7 +12,7 @@ from experiments.experience.order import EpochOrder
 from experiments.models.mesh import MeshSpec
 from experiments.models.tokenizer import Tokenizer
 from experiments.tasks import Example, Prompt, Split, Task
-from experiments.tasks.protocol import SPLITS
+from experiments.tasks.protocol import SPLITS, TaskFailed, prompt_text
 from jaxlogp.errors import require
 
 MICRO_BATCH_TOKENS = {"cpu": 1024}
@@ -108,11 +108,22 @@ def _encoded(tokenizer: Tokenizer, prompt: Prompt) -> Int[np.ndarray, " tokens"]
 
 
 def encode_prompt(tokenizer: Tokenizer, example: Example, longest: int) -> list[int]:
-    """The prompt of an example; ValueError if it has more than `longest` tokens."""
-    tokens = encode(tokenizer, example.prompt)
-    expected = f"prompts of at most {longest} tokens"
-    require(len(tokens) <= longest, "--rollout.max-prompt-tokens", expected, len(tokens))
+    """The prompt of an example; TaskFailed if it has no ids, or more than `longest` of them."""
+    try:
+        tokens = encode(tokenizer, example.prompt)
+    except ValueError as error:
+        raise TaskFailed(f"prompt {prompt_text(example.prompt)[:80]!r}: {error}") from error
+    if len(tokens) > longest:
+        raise TaskFailed(f"--rollout.max-prompt-tokens: expected prompts of at most {longest} tokens, got {len(tokens)}")
     return tokens
+
+
+def encode_answer(tokenizer: Tokenizer, example: Example) -> list[int]:
+    """The answer of an example with an end token; TaskFailed if it has no ids."""
+    try:
+        return [*tokenizer.encode(example.answer), tokenizer.eos_ids[0]]
+    except ValueError as error:
+        raise TaskFailed(f"answer {example.answer[:80]!r}: {error}") from error
 
 
 def answer_length(tokenizer: Tokenizer, example: Example) -> int | None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from experiments.experience.experience import Experience, Policy
-from experiments.experience.prompts import PromptStream, encode_prompt
+from experiments.experience.prompts import PromptStream, encode_answer, encode_prompt
 from experiments.models.tokenizer import Tokenizer
 from experiments.tasks import Example
 from jaxlogp import Document
@@ -32,5 +32,5 @@ class WorkedExamples:
 
     def _document(self, tokenizer: Tokenizer, example: Example) -> Document:
         prompt = encode_prompt(tokenizer, example, self._prompt_tokens)
-        answer = [*tokenizer.encode(example.answer), tokenizer.eos_ids[0]]
+        answer = encode_answer(tokenizer, example)
         return Document.of_completion(np.array(prompt, np.int32), np.array(answer, np.int32))

@@ -59,7 +59,7 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 class TaskFailed(ValueError):
-    """A task that raised, or gave no example: an error in it, which ends the run."""
+    """A task that raised, gave no example, or one that the model cannot read: an error in it, which ends the run."""
 
 
 @runtime_checkable

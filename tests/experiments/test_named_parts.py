@@ -14,9 +14,11 @@ from flax import nnx
 
 from experiments import SamplingOptions, evaluate, grpo
 from experiments.config import DataConfig, ModelConfig
+from experiments.experience.prompts import encode_answer, encode_prompt
 from experiments.loop import resume
 from experiments.loop.load import load_model
 from experiments.loop.run_parts import UserParts
+from experiments.models.tokenizer import CharTokenizer
 from experiments.tasks import Example, make_task
 from experiments.tasks.protocol import TaskFailed
 from jaxlogp import Document
@@ -232,6 +234,18 @@ def test_a_task_that_breaks_later_is_named_with_the_example(words):
             with pytest.raises(TaskFailed) as failed:
                 task.example(index, "train")
             assert str(failed.value).startswith(f"task '{name}', example({index}, 'train'): {seen}")
+
+
+@pytest.mark.bad_input
+def test_an_example_that_the_model_cannot_read_is_the_tasks_fault():
+    tokenizer = CharTokenizer("0123456789")
+    with pytest.raises(TaskFailed, match=r"^prompt '1x': text: expected characters of '0123456789', got 'x' at 1$"):
+        encode_prompt(tokenizer, Example("1x", "2"), 4)
+    with pytest.raises(TaskFailed, match=r"^--rollout.max-prompt-tokens: expected prompts of at most 4 tokens, got 5$"):
+        encode_prompt(tokenizer, Example("1234", "2"), 4)
+    with pytest.raises(TaskFailed, match=r"^answer '-2': text: expected characters of '0123456789', got '-' at 0$"):
+        encode_answer(tokenizer, Example("1", "-2"))
+    assert encode_answer(tokenizer, Example("1", "2")) == [*tokenizer.encode("2"), *tokenizer.eos_ids]
 
 
 @pytest.mark.bad_input
