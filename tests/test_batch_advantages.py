@@ -114,6 +114,22 @@ def test_opo_weighs_the_mean_by_length():
     np.testing.assert_array_equal(nothing[0], np.zeros(3))
 
 
+def test_the_reward_of_a_masked_completion_takes_no_bits_from_the_others():
+    """A completion of length 0 has no weight in any mean, so its reward, here a marker, must not be an offset either."""
+    rewards, lengths = (
+        np.float32([[1.0, 0.0, -1e9, 0.5], [3.0, -1e9, -1e9, 2.0]]),
+        np.int32([[4, 2, 0, 6], [3, 0, 0, 5]]),
+    )
+    wide, counted = np.float64(rewards), lengths > 0
+    mean = np.average(wide, weights=lengths)
+    deviation = np.sqrt((lengths * (wide - mean) ** 2).sum() / (lengths.sum() - 1))
+    for result in both(batch_advantages, rewards, lengths=lengths):
+        np.testing.assert_allclose(result.advantages[counted], ((wide - mean) / deviation)[counted], atol=ERROR)
+    mean = np.average(wide, weights=lengths, axis=1)[:, None]
+    for result in both(length_weighted_advantages, rewards, lengths):
+        np.testing.assert_allclose(result.advantages[counted], (wide - mean)[counted], atol=ERROR)
+
+
 def test_remax_subtracts_the_greedy_reward():
     rewards, greedy = np.float32([[1.0, 0.0, 1.0], [0.5, 0.5, 0.5], [0.5, 0.5, 0.5]]), np.float32([0.0, 0.25, 0.5])
     for result in both(greedy_baseline_advantages, rewards, greedy):

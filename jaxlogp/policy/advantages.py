@@ -169,15 +169,15 @@ def batch_advantages(
     groups = _groups(rewards, group_ids)
     wide = _wide(rewards)
     degenerate = groups.max(wide) == groups.min(wide)
-    values = wide - jnp.min(wide)
+    weights = jnp.ones_like(wide) if lengths is None else _lengths(lengths, rewards).astype(wide.dtype)
+    counted = weights > 0
+    values = wide - _offset(jnp.min(jnp.where(counted, wide, jnp.inf)))
     if baseline:
         values = wide - groups.min(wide)
         values = jnp.where(degenerate, 0.0, values - groups.mean(values))
-    weights = jnp.ones_like(wide) if lengths is None else _lengths(lengths, rewards).astype(wide.dtype)
     total = jnp.sum(weights)
     centred = values - jnp.sum(weights * values) / jnp.maximum(total, 1.0)
     variance = jnp.sum(weights * jnp.square(centred)) / jnp.maximum(total - 1.0, 1.0)
-    counted = weights > 0
     equal = jnp.max(jnp.where(counted, values, -jnp.inf)) <= jnp.min(jnp.where(counted, values, jnp.inf))
     # Where all are equal the deviation is a rounding error or 0.
     advantages = jnp.where(equal, 0.0, centred / jnp.where(equal, 1.0, jnp.sqrt(variance) + epsilon))
@@ -219,7 +219,7 @@ def length_weighted_advantages(
     wide = _wide(rewards)
     weights = _lengths(lengths, rewards).astype(wide.dtype)
     degenerate = groups.max(wide) == groups.min(wide)
-    values = wide - groups.min(wide)
+    values = wide - _offset(groups.min(jnp.where(weights > 0, wide, jnp.inf)))
     total = groups.sum(weights)
     baseline = groups.sum(weights * values) / jnp.maximum(total, 1.0)
     return groups.advantages(jnp.where(total > 0, values - baseline, 0.0), degenerate)
@@ -372,6 +372,14 @@ def _lengths(lengths: Integer[AnyArray, "*rewards"], rewards: Float[AnyArray, "*
     check_lengths(lengths)
     require(lengths.shape == rewards.shape, "lengths", f"shape {rewards.shape} of rewards", lengths.shape)
     return jnp.asarray(lengths)
+
+
+def _offset(least: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns the smallest reward that counts, to be subtracted before a mean; 0 where none counts.
+
+    Not the smallest of all: next to -1e9 for a masked completion, all others would be equal.
+    """
+    return jnp.where(jnp.isinf(least), 0.0, least)
 
 
 def _check_epsilon(epsilon: float) -> None:
