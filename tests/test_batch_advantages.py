@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxlogp import (
     active_group_advantages,
@@ -159,6 +160,31 @@ def test_leaving_one_out_is_the_centred_reward_stretched():
     rewards = np.random.default_rng(0).normal(0, 1, (4, 5)).astype(np.float32)
     centred = np.asarray(group_advantages(rewards, scale_rewards="none").advantages)
     np.testing.assert_allclose(leave_one_out_advantages(rewards).advantages, centred * 5 / 4, atol=ERROR)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_rewards_with_group_ids_may_be_split_over_a_mesh(kind):
+    mesh = jax.make_mesh((3,), ("data",), axis_types=(kind,), devices=jax.devices()[:3])
+    arrays = REWARDS, REWARDS[::-1].copy(), LENGTHS, IDS
+    functions = {
+        "group": lambda r, b, n, i: group_advantages(r, group_ids=i, scale_rewards="batch"),
+        "leave one out": lambda r, b, n, i: leave_one_out_advantages(r, group_ids=i),
+        "batch": lambda r, b, n, i: batch_advantages(r, group_ids=i, lengths=n, baseline=True),
+        "length weighted": lambda r, b, n, i: length_weighted_advantages(r, n, group_ids=i),
+        "greedy baseline": lambda r, b, n, i: greedy_baseline_advantages(r, b, group_ids=i),
+        "active": lambda r, b, n, i: active_group_advantages(r, group_ids=i),
+    }
+
+    def all_of(*arrays):
+        return {name: function(*arrays) for name, function in functions.items()}
+
+    wanted = all_of(*arrays)
+    split = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))) for x in arrays]
+    for run in (all_of, jax.jit(all_of)):
+        seen = jax.tree.map(np.asarray, run(*split))
+        for name, result in wanted.items():
+            np.testing.assert_allclose(seen[name].advantages, result.advantages, atol=ERROR, err_msg=name)
+            np.testing.assert_array_equal(seen[name].degenerate, result.degenerate, err_msg=name)
 
 
 def test_float64_is_kept():

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Integer
+from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
 from jaxlogp._arrays import AnyArray, compute_dtype
 from jaxlogp.errors import (
@@ -18,7 +18,7 @@ from jaxlogp.errors import (
     require_floating,
     require_integer,
 )
-from jaxlogp.losses.inputs import check_lengths, is_array
+from jaxlogp.losses.inputs import check_lengths, flat, is_array
 
 SCALE_REWARDS = ("group", "batch", "none")
 
@@ -261,8 +261,8 @@ def greedy_baseline_advantages(
     require(baselines.shape == expected, "baselines", f"shape {expected}", baselines.shape)
     _check_finite(baselines, "baselines")
     dtype = compute_dtype(rewards, baselines)
-    baselines = jnp.asarray(baselines).astype(dtype)
-    advantages = jnp.asarray(rewards).astype(dtype) - (baselines[:, None] if group_ids is None else baselines)
+    baselines, rewards = (_whole(x).astype(dtype) for x in (baselines, rewards))
+    advantages = rewards - (baselines[:, None] if group_ids is None else baselines)
     return groups.advantages(advantages, groups.max(jnp.abs(advantages)) == 0)
 
 
@@ -362,7 +362,7 @@ def _groups(rewards: Float[AnyArray, "*rewards"], group_ids: Integer[AnyArray, "
     if is_concrete(group_ids):
         _, members = np.unique(np.asarray(group_ids), return_inverse=True)
     else:
-        _, members = jnp.unique(group_ids, return_inverse=True, size=shape[0])
+        _, members = jnp.unique(flat(group_ids), return_inverse=True, size=shape[0])
     members = jnp.asarray(members.astype(np.int32))
     return _Groups(members, jax.ops.segment_sum(jnp.ones_like(members), members, num_segments=shape[0])[members])
 
@@ -371,7 +371,7 @@ def _lengths(lengths: Integer[AnyArray, "*rewards"], rewards: Float[AnyArray, "*
     """Returns the checked lengths."""
     check_lengths(lengths)
     require(lengths.shape == rewards.shape, "lengths", f"shape {rewards.shape} of rewards", lengths.shape)
-    return jnp.asarray(lengths)
+    return _whole(lengths)
 
 
 def _offset(least: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -398,5 +398,9 @@ def _check_finite(values: Float[AnyArray, "..."], argument: str) -> None:
 
 
 def _wide(rewards: Float[AnyArray, "*rewards"]) -> Float[Array, "*rewards"]:
-    rewards = jnp.asarray(rewards)
-    return rewards.astype(compute_dtype(rewards))
+    return _whole(rewards).astype(compute_dtype(rewards))
+
+
+def _whole(x: Shaped[AnyArray, "*rewards"]) -> Shaped[Array, "*rewards"]:
+    """Returns the entries of groups with ids whole on every device, as Explicit mesh axes split no sum over segments."""
+    return flat(x) if x.ndim == 1 else jnp.asarray(x)
