@@ -40,10 +40,14 @@ def vary_over(x: jax.Array, axes: Iterable[Hashable]) -> jax.Array:
 
 
 def require_axes(mesh: Mesh, **named: tuple[str, ...]) -> None:
-    """Raises ``ValueError`` unless ``mesh`` has all axes, which are given by the names of their arguments."""
+    """Raises ``ValueError`` unless ``mesh`` has all axes, given by the names of their arguments, and none is given twice."""
+    owner: dict[str, str] = {}
     for argument, axes in named.items():
         for axis in axes:
             require(axis in mesh.shape, argument, f"an axis of the mesh {tuple(mesh.axis_names)}", repr(axis))
+            # Over one axis that splits both, ranks would hold different tokens and add up their vocabularies.
+            require(axis not in owner, argument, "each mesh axis once", f"{axis!r}, also in {owner.get(axis)}")
+            owner[axis] = argument
 
 
 def place(x: Any, mesh: Mesh, spec: PartitionSpec) -> Any:

@@ -50,6 +50,11 @@ def sharded_head(**changes):
     return jaxlogp.sharded_linear_log_probs(**{**good, **changes})
 
 
+def sharded_loss(**changes):
+    given = jnp.ones((4, 3, HIDDEN)), jnp.ones((12, HIDDEN)), ids(4, 3), -jnp.ones((4, 3)), jnp.ones(4)
+    return jaxlogp.sharded_linear_policy_loss(*given, mesh=mesh(), **changes)
+
+
 def head_in_shard_map(rows, vocab):
     """The local shard of the weight has `rows` rows on each of 4 ranks."""
     return jax.shard_map(
@@ -216,6 +221,17 @@ CASES = {
         "token_axes",
         ["batch", "data"],
     ),
+    "vocabulary and tokens over one axis": (
+        lambda: sharded_head(vocab_axis="data"),
+        "token_axes",
+        ["'data'", "vocab_axis"],
+    ),
+    "vocabulary and tokens of a loss over one axis": (
+        lambda: sharded_loss(vocab_axis="data"),
+        "token_axes",
+        ["'data'", "vocab_axis"],
+    ),
+    "tokens twice over one axis": (lambda: sharded_head(token_axes=("data", "data")), "token_axes", ["'data'"]),
     "a weight axis the mesh does not have": (lambda: sharded_head(weight_axis="fsdp"), "weight_axis", ["fsdp", "data"]),
     "tokens that the mesh cannot cut": (
         lambda: sharded_head(hidden=floats(3, 3, HIDDEN), targets=ids(3, 3)),
@@ -270,6 +286,11 @@ CASES = {
         ["10", "11"],
     ),
     "sharded table, unknown axis": (lambda: sharded_embedding(vocab_axis="model"), "vocab_axis", ["model", "tensor"]),
+    "sharded table, vocabulary and tokens over one axis": (
+        lambda: sharded_embedding(vocab_axis="data"),
+        "token_axes",
+        ["'data'", "vocab_axis"],
+    ),
     "sharded table, id too large": (
         lambda: sharded_embedding(token_ids=ids(4, 3).at[2, 1].set(12)),
         "token_ids",

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxlogp import (
     active_group_advantages,
@@ -114,6 +115,22 @@ def test_opo_weighs_the_mean_by_length():
     np.testing.assert_array_equal(nothing[0], np.zeros(3))
 
 
+def test_the_reward_of_a_masked_completion_takes_no_bits_from_the_others():
+    """A completion of length 0 has no weight in any mean, so its reward, here a marker, must not be an offset either."""
+    rewards, lengths = (
+        np.float32([[1.0, 0.0, -1e9, 0.5], [3.0, -1e9, -1e9, 2.0]]),
+        np.int32([[4, 2, 0, 6], [3, 0, 0, 5]]),
+    )
+    wide, counted = np.float64(rewards), lengths > 0
+    mean = np.average(wide, weights=lengths)
+    deviation = np.sqrt((lengths * (wide - mean) ** 2).sum() / (lengths.sum() - 1))
+    for result in both(batch_advantages, rewards, lengths=lengths):
+        np.testing.assert_allclose(result.advantages[counted], ((wide - mean) / deviation)[counted], atol=ERROR)
+    mean = np.average(wide, weights=lengths, axis=1)[:, None]
+    for result in both(length_weighted_advantages, rewards, lengths):
+        np.testing.assert_allclose(result.advantages[counted], (wide - mean)[counted], atol=ERROR)
+
+
 def test_remax_subtracts_the_greedy_reward():
     rewards, greedy = np.float32([[1.0, 0.0, 1.0], [0.5, 0.5, 0.5], [0.5, 0.5, 0.5]]), np.float32([0.0, 0.25, 0.5])
     for result in both(greedy_baseline_advantages, rewards, greedy):
@@ -143,6 +160,31 @@ def test_leaving_one_out_is_the_centred_reward_stretched():
     rewards = np.random.default_rng(0).normal(0, 1, (4, 5)).astype(np.float32)
     centred = np.asarray(group_advantages(rewards, scale_rewards="none").advantages)
     np.testing.assert_allclose(leave_one_out_advantages(rewards).advantages, centred * 5 / 4, atol=ERROR)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_rewards_with_group_ids_may_be_split_over_a_mesh(kind):
+    mesh = jax.make_mesh((3,), ("data",), axis_types=(kind,), devices=jax.devices()[:3])
+    arrays = REWARDS, REWARDS[::-1].copy(), LENGTHS, IDS
+    functions = {
+        "group": lambda r, b, n, i: group_advantages(r, group_ids=i, scale_rewards="batch"),
+        "leave one out": lambda r, b, n, i: leave_one_out_advantages(r, group_ids=i),
+        "batch": lambda r, b, n, i: batch_advantages(r, group_ids=i, lengths=n, baseline=True),
+        "length weighted": lambda r, b, n, i: length_weighted_advantages(r, n, group_ids=i),
+        "greedy baseline": lambda r, b, n, i: greedy_baseline_advantages(r, b, group_ids=i),
+        "active": lambda r, b, n, i: active_group_advantages(r, group_ids=i),
+    }
+
+    def all_of(*arrays):
+        return {name: function(*arrays) for name, function in functions.items()}
+
+    wanted = all_of(*arrays)
+    split = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))) for x in arrays]
+    for run in (all_of, jax.jit(all_of)):
+        seen = jax.tree.map(np.asarray, run(*split))
+        for name, result in wanted.items():
+            np.testing.assert_allclose(seen[name].advantages, result.advantages, atol=ERROR, err_msg=name)
+            np.testing.assert_array_equal(seen[name].degenerate, result.degenerate, err_msg=name)
 
 
 def test_float64_is_kept():

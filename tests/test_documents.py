@@ -61,6 +61,13 @@ def test_every_field_of_a_small_pack():
     np.testing.assert_array_equal(batch.document_mask, [True] * 3 + [False] * 18)
 
 
+def test_the_document_mask_of_stacked_micro_batches_is_that_of_each():
+    packs = [pack_documents(documents([3] * n, [1] * n), rows=2, row_length=6)[0] for n in (1, 3)]
+    stacked = jax.tree.map(lambda *parts: np.stack(parts), *packs)
+    assert stacked.document_mask.shape == stacked.rewards.shape
+    np.testing.assert_array_equal(stacked.document_mask, [pack.document_mask for pack in packs])
+
+
 def conversation():
     """Three turns of the policy with context between them, and an advantage, a version and a column of every label."""
     game = Trajectory([3, 4])

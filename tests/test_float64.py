@@ -1,4 +1,4 @@
-"""float64 with x64 on: refused by the head and by log_probs_from_logits, kept by losses, reductions and metrics."""
+"""x64: float64 is refused by the head and by log_probs_from_logits, kept by losses and metrics; fp32 is unchanged."""
 
 import functools
 
@@ -47,3 +47,28 @@ def test_losses_reductions_and_metrics_keep_float64():
         )
         for name, (actual, value) in found.items():
             assert actual.dtype == np.float64 and abs(float(actual) - value) < 1e-14, name
+
+
+@pytest.mark.parametrize("engine", ["reference", "chunked", "fixed_order", "support"])
+def test_engines_compute_the_same_in_fp32_with_x64_on(engine):
+    """With it sums of int32 are int64, as are Python's integers and the indices of loops."""
+    rng = np.random.default_rng(0)
+    hidden, weight = (rng.normal(size=shape).astype(np.float32) for shape in ((3, 4), (26, 4)))
+    targets = np.array([0, 25, 7], np.int32)
+    support = jaxlogp.Support.from_lists([[0, 3], [25], [9, 7, 11]])
+
+    @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+    def total(hidden, weight, support):
+        result = jaxlogp.linear_log_probs(
+            hidden, weight, targets, support=support, with_entropy=True, with_lse=True, engine=engine
+        )
+        return jnp.sum(result.log_probs + result.entropy), result
+
+    supports = {"fixed_order": (None, support), "support": (support,)}.get(engine, (None,))
+    for given in supports:
+        wanted = total(hidden, weight, given)
+        with jax.enable_x64(True):
+            seen = total(hidden, weight, given)
+        for ours, theirs in zip(jax.tree.leaves(seen), jax.tree.leaves(wanted), strict=True):
+            assert ours.dtype == np.float32
+            np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)

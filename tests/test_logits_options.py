@@ -103,6 +103,7 @@ def sharded(**changes):
 BAD = {
     "vocab_axis": lambda: sharded(vocab_axis="model"),
     "token_axes": lambda: sharded(token_axes=("rows",)),
+    "token_axes ": lambda: sharded(vocab_axis="data"),
     "logits": lambda: sharded(logits=np.zeros((3, 3, VOCAB), np.float32), targets=np.zeros((3, 3), np.int32)),
     "logits ": lambda: sharded(logits=np.zeros((4, 3, 14), np.float32), vocab=jaxlogp.VocabShards.even(VOCAB, 2)),
     "vocab": lambda: sharded(vocab=jaxlogp.VocabShards.even(VOCAB, 4)),

@@ -129,7 +129,8 @@ def _sum_group(partials: Array, maximum: Array, with_entropy: bool) -> Int[Array
     # At most one tile owns the target; the bits of +0 are 0.
     terms += [broken.astype(jnp.int32), lax.bitcast_convert_type(target + 0.0, jnp.int32)]
     # One array and one reduction, into which XLA fuses the terms; with several it would store them all.
-    return jnp.sum(jnp.stack(terms, axis=1), axis=0)
+    # With x64 the sum of int32 would be int64, whose bits are not those of a float32.
+    return jnp.sum(jnp.stack(terms, axis=1), axis=0, dtype=jnp.int32)
 
 
 def sum_shards(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Integer
+from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
 from jaxlogp._arrays import AnyArray, compute_dtype
 from jaxlogp.errors import (
@@ -18,7 +18,7 @@ from jaxlogp.errors import (
     require_floating,
     require_integer,
 )
-from jaxlogp.losses.inputs import check_lengths, is_array
+from jaxlogp.losses.inputs import check_lengths, flat, is_array
 
 SCALE_REWARDS = ("group", "batch", "none")
 
@@ -169,15 +169,15 @@ def batch_advantages(
     groups = _groups(rewards, group_ids)
     wide = _wide(rewards)
     degenerate = groups.max(wide) == groups.min(wide)
-    values = wide - jnp.min(wide)
+    weights = jnp.ones_like(wide) if lengths is None else _lengths(lengths, rewards).astype(wide.dtype)
+    counted = weights > 0
+    values = wide - _offset(jnp.min(jnp.where(counted, wide, jnp.inf)))
     if baseline:
         values = wide - groups.min(wide)
         values = jnp.where(degenerate, 0.0, values - groups.mean(values))
-    weights = jnp.ones_like(wide) if lengths is None else _lengths(lengths, rewards).astype(wide.dtype)
     total = jnp.sum(weights)
     centred = values - jnp.sum(weights * values) / jnp.maximum(total, 1.0)
     variance = jnp.sum(weights * jnp.square(centred)) / jnp.maximum(total - 1.0, 1.0)
-    counted = weights > 0
     equal = jnp.max(jnp.where(counted, values, -jnp.inf)) <= jnp.min(jnp.where(counted, values, jnp.inf))
     # Where all are equal the deviation is a rounding error or 0.
     advantages = jnp.where(equal, 0.0, centred / jnp.where(equal, 1.0, jnp.sqrt(variance) + epsilon))
@@ -219,7 +219,7 @@ def length_weighted_advantages(
     wide = _wide(rewards)
     weights = _lengths(lengths, rewards).astype(wide.dtype)
     degenerate = groups.max(wide) == groups.min(wide)
-    values = wide - groups.min(wide)
+    values = wide - _offset(groups.min(jnp.where(weights > 0, wide, jnp.inf)))
     total = groups.sum(weights)
     baseline = groups.sum(weights * values) / jnp.maximum(total, 1.0)
     return groups.advantages(jnp.where(total > 0, values - baseline, 0.0), degenerate)
@@ -261,8 +261,8 @@ def greedy_baseline_advantages(
     require(baselines.shape == expected, "baselines", f"shape {expected}", baselines.shape)
     _check_finite(baselines, "baselines")
     dtype = compute_dtype(rewards, baselines)
-    baselines = jnp.asarray(baselines).astype(dtype)
-    advantages = jnp.asarray(rewards).astype(dtype) - (baselines[:, None] if group_ids is None else baselines)
+    baselines, rewards = (_whole(x).astype(dtype) for x in (baselines, rewards))
+    advantages = rewards - (baselines[:, None] if group_ids is None else baselines)
     return groups.advantages(advantages, groups.max(jnp.abs(advantages)) == 0)
 
 
@@ -362,7 +362,7 @@ def _groups(rewards: Float[AnyArray, "*rewards"], group_ids: Integer[AnyArray, "
     if is_concrete(group_ids):
         _, members = np.unique(np.asarray(group_ids), return_inverse=True)
     else:
-        _, members = jnp.unique(group_ids, return_inverse=True, size=shape[0])
+        _, members = jnp.unique(flat(group_ids), return_inverse=True, size=shape[0])
     members = jnp.asarray(members.astype(np.int32))
     return _Groups(members, jax.ops.segment_sum(jnp.ones_like(members), members, num_segments=shape[0])[members])
 
@@ -371,7 +371,15 @@ def _lengths(lengths: Integer[AnyArray, "*rewards"], rewards: Float[AnyArray, "*
     """Returns the checked lengths."""
     check_lengths(lengths)
     require(lengths.shape == rewards.shape, "lengths", f"shape {rewards.shape} of rewards", lengths.shape)
-    return jnp.asarray(lengths)
+    return _whole(lengths)
+
+
+def _offset(least: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns the smallest reward that counts, to be subtracted before a mean; 0 where none counts.
+
+    Not the smallest of all: next to -1e9 for a masked completion, all others would be equal.
+    """
+    return jnp.where(jnp.isinf(least), 0.0, least)
 
 
 def _check_epsilon(epsilon: float) -> None:
@@ -390,5 +398,9 @@ def _check_finite(values: Float[AnyArray, "..."], argument: str) -> None:
 
 
 def _wide(rewards: Float[AnyArray, "*rewards"]) -> Float[Array, "*rewards"]:
-    rewards = jnp.asarray(rewards)
-    return rewards.astype(compute_dtype(rewards))
+    return _whole(rewards).astype(compute_dtype(rewards))
+
+
+def _whole(x: Shaped[AnyArray, "*rewards"]) -> Shaped[Array, "*rewards"]:
+    """Returns the entries of groups with ids whole on every device, as Explicit mesh axes split no sum over segments."""
+    return flat(x) if x.ndim == 1 else jnp.asarray(x)

@@ -348,9 +348,11 @@ class MicroBatch:
     num_documents: Int[AnyArray, "*ranks"]
 
     @property
-    def document_mask(self) -> Bool[Array, " documents"]:
+    def document_mask(self) -> Bool[Array, "*ranks documents"]:
         """True for the entries of `rewards` and `model_versions` that belong to a document."""
-        return jnp.arange(self.rewards.shape[0], dtype=jnp.int32) < self.num_documents
+        shape = self.rewards.shape
+        index = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+        return index < self.num_documents[..., None]
 
 
 def pack_documents(

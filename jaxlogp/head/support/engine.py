@@ -280,6 +280,8 @@ def _take(
     integers: XLA on CPUs would widen all of x.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint16) if x.dtype in (jnp.bfloat16, jnp.float16) else x
+    # Of the dtype of the index: with x64 a Python int, or the index of a loop, would be int64.
+    first = jnp.asarray(first, index.dtype)
 
     def one(row: Array) -> Array:
         start, size = ((row, first), (1, columns)) if dim == 0 else ((first, row), (columns, 1))
