@@ -114,7 +114,9 @@ def encode_prompt(tokenizer: Tokenizer, example: Example, longest: int) -> list[
     except ValueError as error:
         raise TaskFailed(f"prompt {prompt_text(example.prompt)[:80]!r}: {error}") from error
     if len(tokens) > longest:
-        raise TaskFailed(f"--rollout.max-prompt-tokens: expected prompts of at most {longest} tokens, got {len(tokens)}")
+        raise TaskFailed(
+            f"--rollout.max-prompt-tokens: expected prompts of at most {longest} tokens, got {len(tokens)}"
+        )
     return tokens
 
 
