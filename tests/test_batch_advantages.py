@@ -115,10 +115,11 @@ def test_opo_weighs_the_mean_by_length():
     np.testing.assert_array_equal(nothing[0], np.zeros(3))
 
 
-def test_the_reward_of_a_masked_completion_takes_no_bits_from_the_others():
+@pytest.mark.parametrize("marker", [-1e9, -1e25])
+def test_the_reward_of_a_masked_completion_takes_no_bits_from_the_others(marker):
     """A completion of length 0 has no weight in any mean, so its reward, here a marker, must not be an offset either."""
     rewards, lengths = (
-        np.float32([[1.0, 0.0, -1e9, 0.5], [3.0, -1e9, -1e9, 2.0]]),
+        np.float32([[1.0, 0.0, marker, 0.5], [3.0, marker, marker, 2.0]]),
         np.int32([[4, 2, 0, 6], [3, 0, 0, 5]]),
     )
     wide, counted = np.float64(rewards), lengths > 0

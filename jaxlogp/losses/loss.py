@@ -370,7 +370,7 @@ def reduce_losses(
         losses: [*tokens], the loss of each token; anything at masked tokens.
         mask: [*tokens], True where the loss counts; None for all tokens.
         loss: the loss whose reduction is wanted.
-        document_ids: [*tokens], document index of each token, as in `policy_loss`; not read with reduction "labels".
+        document_ids: [*tokens], document index of each token, as in `policy_loss`; without effect with reduction "labels".
         num_documents: number of documents, as in `policy_loss`.
         document_axis_name: mesh axis (or axes) over which documents are split, as in `policy_loss`.
 

@@ -177,7 +177,8 @@ def batch_advantages(
         values = jnp.where(degenerate, 0.0, values - groups.mean(values))
     total = jnp.sum(weights)
     centred = values - jnp.sum(weights * values) / jnp.maximum(total, 1.0)
-    variance = jnp.sum(weights * jnp.square(centred)) / jnp.maximum(total - 1.0, 1.0)
+    # Only of those that count: the square of a very low reward overflows.
+    variance = jnp.sum(weights * jnp.square(jnp.where(counted, centred, 0.0))) / jnp.maximum(total - 1.0, 1.0)
     equal = jnp.max(jnp.where(counted, values, -jnp.inf)) <= jnp.min(jnp.where(counted, values, jnp.inf))
     # Where all are equal the deviation is a rounding error or 0.
     advantages = jnp.where(equal, 0.0, centred / jnp.where(equal, 1.0, jnp.sqrt(variance) + epsilon))
