@@ -39,7 +39,7 @@ class EvaluateConfig:
     """With --model: the task."""
     data: DataConfig = field(default_factory=DataConfig)
     max_new_tokens: int | None = None
-    """Longest completion in tokens. None: that of the run, or of the task."""
+    """Longest completion in tokens. None: that of the run, or 256 with --model."""
     num_prompts: int | None = None
     """Number of held-out prompts. None: that of the run."""
     mesh: str | None = None
