@@ -26,9 +26,9 @@ class LossConfig:
     reinforce_pp, reinforce_pp_baseline, remax, rloo, sapo or vespo (docs/losses.md).
     Or a loss of your own (register_loss)."""
     epsilon: float | None = None
-    """Lower clip range: ratios below 1 - --loss.epsilon are clipped."""
+    """Lower clip range: ratios below 1 - --loss.epsilon are clipped. With gmpo log-ratios below its negative, in nats."""
     epsilon_high: float | None = None
-    """Upper clip range: ratios above 1 + --loss.epsilon-high are clipped."""
+    """Upper clip range: ratios above 1 + --loss.epsilon-high are clipped. With gmpo log-ratios above it, in nats."""
     delta: float | None = None
     """Largest ratio where the advantage is negative (dual clip)."""
     temperature_positive: float | None = None
