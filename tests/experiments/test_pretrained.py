@@ -97,6 +97,15 @@ def test_windows_belong_to_the_layers_that_the_type_says():
     assert decoder_config(JsonObject("a", none)).sliding is None
 
 
+@pytest.mark.parametrize(("family", "missing"), [("gemma2", (50.0, 30.0)), ("gemma3", (None, None))])
+def test_soft_caps_that_are_not_named_are_those_of_the_type(family, missing):
+    keys = ("attn_logit_softcapping", "final_logit_softcapping")
+    unnamed = {key: value for key, value in CONFIGS[family].items() if key not in keys}
+    for values, caps in ((unnamed, missing), (unnamed | dict.fromkeys(keys), (None, None))):
+        config = decoder_config(JsonObject("a", values))
+        assert (config.attention_softcap, config.logit_softcap) == caps
+
+
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("family", "changes", "words"),

@@ -109,14 +109,20 @@ def decoder_config(file: JsonObject) -> DecoderConfig:
 
 
 def _gemma(file: JsonObject, model_type: str, hidden: int) -> dict[str, Any]:
-    capped = file.has("attn_logit_softcapping")
-    allowed = model_type == "gemma2" or not capped
+    is_second = model_type == "gemma2"
+    allowed = is_second or not file.has("attn_logit_softcapping")
     require(allowed, f"{file.place}, attn_logit_softcapping", f"none in {model_type}", "one")
+
+    def cap(key: str, of_second: float) -> float | None:
+        # Gemma 2 caps unless it says null; Gemma 3 does not unless it says how.
+        default = of_second if is_second else None
+        return None if file.values.get(key, default) is None else file.number(key, default)
+
     return {
         "embed_scale": math.sqrt(hidden),
         "query_scale": file.number("query_pre_attn_scalar", 256) ** -0.5,
-        "attention_softcap": file.number("attn_logit_softcapping") if capped else None,
-        "logit_softcap": file.number("final_logit_softcapping") if file.has("final_logit_softcapping") else None,
+        "attention_softcap": cap("attn_logit_softcapping", 50.0),
+        "logit_softcap": cap("final_logit_softcapping", 30.0),
     }
 
 
