@@ -88,6 +88,16 @@ def test_both_spellings_of_rotary_options_are_one():
     assert decoder_config(JsonObject("a", gemma | older)) == decoder_config(JsonObject("a", CONFIGS["gemma3"]))
 
 
+def test_bases_next_to_rope_parameters_count_where_these_have_none():
+    unscaled = {"rope_type": "default"}
+    bases = {"rope_theta": 500.0, "rope_local_base_freq": 50.0}
+    llama = decoder_config(JsonObject("a", CONFIGS["llama3"] | {"rope_parameters": unscaled} | bases))
+    assert llama.rope_theta == 500.0
+    by_kind = {"full_attention": unscaled, "sliding_attention": unscaled}
+    gemma = decoder_config(JsonObject("a", CONFIGS["gemma3"] | {"rope_parameters": by_kind} | bases))
+    assert (gemma.rope_theta, gemma.sliding.rope_theta) == (500.0, 50.0)
+
+
 def test_windows_belong_to_the_layers_that_the_type_says():
     layers = {name: decoder_config(JsonObject("a", CONFIGS[name])).sliding for name in CONFIGS}
     assert layers["mistral"].layers == (True, True, True) and layers["mistral"].window == 7

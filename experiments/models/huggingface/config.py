@@ -129,19 +129,18 @@ def _gemma(file: JsonObject, model_type: str, hidden: int) -> dict[str, Any]:
 def _rope(file: JsonObject, model_type: str) -> tuple[float, RopeScaling | None, float | None]:
     """Returns base and stretch of the rotary frequencies, and the base of sliding layers if it is another."""
     _require_whole_heads(file)
+    # A base next to the objects is the default of one inside of them.
     if model_type != "gemma3_text":
-        if file.has("rope_parameters"):
-            parameters = file.object("rope_parameters")
-            return parameters.number("rope_theta", 10_000.0), _scaling(parameters), None
-        return file.number("rope_theta", 10_000.0), _scaling(file.object("rope_scaling")), None
+        parameters = file.object("rope_parameters" if file.has("rope_parameters") else "rope_scaling")
+        return parameters.number("rope_theta", file.number("rope_theta", 10_000.0)), _scaling(parameters), None
+    theta, sliding_theta = file.number("rope_theta", 1e6), file.number("rope_local_base_freq", 1e4)
     if file.has("rope_parameters"):
         by_kind = file.object("rope_parameters")
         full, sliding = by_kind.object(FULL), by_kind.object(SLIDING)
         unscaled = _scaling(sliding) is None
         require(unscaled, f"{sliding.place}, rope_type", "default in sliding layers", sliding.values.get("rope_type"))
-        return full.number("rope_theta", 1e6), _scaling(full), sliding.number("rope_theta", 1e4)
-    scaling = _scaling(file.object("rope_scaling"))
-    return file.number("rope_theta", 1e6), scaling, file.number("rope_local_base_freq", 1e4)
+        return full.number("rope_theta", theta), _scaling(full), sliding.number("rope_theta", sliding_theta)
+    return theta, _scaling(file.object("rope_scaling")), sliding_theta
 
 
 def _require_whole_heads(file: JsonObject) -> None:
