@@ -137,6 +137,7 @@ def test_soft_caps_that_are_not_named_are_those_of_the_type(family, missing):
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention: expected attention to earlier"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: expected none in gemma3_text, got one"),
         ("gemma2", {"layer_types": ["full_attention"]}, "layer_types: expected 3 of sliding_attention"),
+        ("llama3", {"layer_types": 3}, "layer_types: expected a list without sliding_attention, as there is no window"),
         ("llama3", {"hidden_size": "32"}, "hidden_size: expected a positive integer, got '32'"),
         ("llama3", {"num_hidden_layers": 10**6}, "num_hidden_layers: expected at most 1000, got 1000000"),
         ("llama3", {"num_key_value_heads": 3}, "num_kv_heads: expected a divisor of 4 query heads, got 3"),

@@ -171,7 +171,9 @@ def _sliding(file: JsonObject, model_type: str, layers: int, theta: float | None
     counts = file.flag("use_sliding_window", False) if switched else model_type != "llama"
     if not counts or (file.values.get("sliding_window", DEFAULT_WINDOW) is None):
         kinds = file.values.get("layer_types") or []
-        require(SLIDING not in kinds, f"{file.place}, layer_types", f"no {SLIDING} without a window", f"one {SLIDING}")
+        fits = isinstance(kinds, list) and SLIDING not in kinds
+        expected = f"a list without {SLIDING}, as there is no window"
+        require(fits, f"{file.place}, layer_types", expected, repr(kinds)[:100])
         return None
     sliding = tuple(kind == SLIDING for kind in _layer_types(file, model_type, layers))
     return SlidingLayers(file.integer("sliding_window", DEFAULT_WINDOW), sliding, theta) if any(sliding) else None
