@@ -23,7 +23,12 @@ def load_gguf_tokenizer(file: GgufFile, *, chat_template: bool | None = True) ->
     tokens, types = file.value("tokenizer.ggml.tokens"), file.value("tokenizer.ggml.token_type")
     merges = [tuple(merge.split(" ")) for merge in file.value("tokenizer.ggml.merges")]
     vocabulary = {token: place for place, token in enumerate(tokens)}
-    inner = package.Tokenizer(package.models.BPE(vocab=vocabulary, merges=merges))
+    try:
+        inner = package.Tokenizer(package.models.BPE(vocab=vocabulary, merges=merges))
+    # The package raises bare exceptions for all that it cannot read.
+    except Exception as error:
+        expected = "pairs of tokens that make a token"
+        raise ValueError(f"gguf, tokenizer.ggml.merges: expected {expected}, got {error}") from None
     before = package.pre_tokenizers
     digits, byte_level = before.Digits(individual_digits=True), before.ByteLevel(add_prefix_space=False)
     inner.pre_tokenizer = before.Sequence([digits, byte_level])

@@ -22,7 +22,7 @@ from jaxlogp.errors import require
 _WHOLE = r"(?:\d{1,3}(?:,\d{3}){1,12}|\d{1,40})"
 _NUMBER = re.compile(
     rf"""
-    (?<!\w)(?<!\d[./])
+    (?<!\w)(?<!\d[./])(?<!\d[eE][-+])
     (?P<sign>(?<![)\]}}])[-+])? (?:[$€£¥](?P<inner_sign>[-+])?)?
     (?:
         \\[dt]?frac\{{(?P<over>\d{{1,40}})\}}\{{(?P<under>\d{{1,40}})\}}

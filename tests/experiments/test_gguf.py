@@ -46,6 +46,7 @@ def test_tokenizer_reads_the_vocabulary_and_the_merges_of_the_file(tiny):
     [
         ({"architecture": "falcon"}, "gguf, general.architecture: expected 'llama', got 'falcon'"),
         ({"pre": "default"}, "gguf, tokenizer.ggml.pre: expected 'smollm', got 'default'"),
+        ({"merges": ("h x",)}, "gguf, tokenizer.ggml.merges: expected pairs of tokens that make a token, got Error"),
         (
             {"without": "blk.1.ffn_up.weight"},
             "model weights: expected every tensor of the model, got no blk.1.ffn_up.weight",

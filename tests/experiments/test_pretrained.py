@@ -88,6 +88,16 @@ def test_both_spellings_of_rotary_options_are_one():
     assert decoder_config(JsonObject("a", gemma | older)) == decoder_config(JsonObject("a", CONFIGS["gemma3"]))
 
 
+def test_bases_next_to_rope_parameters_count_where_these_have_none():
+    unscaled = {"rope_type": "default"}
+    bases = {"rope_theta": 500.0, "rope_local_base_freq": 50.0}
+    llama = decoder_config(JsonObject("a", CONFIGS["llama3"] | {"rope_parameters": unscaled} | bases))
+    assert llama.rope_theta == 500.0
+    by_kind = {"full_attention": unscaled, "sliding_attention": unscaled}
+    gemma = decoder_config(JsonObject("a", CONFIGS["gemma3"] | {"rope_parameters": by_kind} | bases))
+    assert (gemma.rope_theta, gemma.sliding.rope_theta) == (500.0, 50.0)
+
+
 def test_windows_belong_to_the_layers_that_the_type_says():
     layers = {name: decoder_config(JsonObject("a", CONFIGS[name])).sliding for name in CONFIGS}
     assert layers["mistral"].layers == (True, True, True) and layers["mistral"].window == 7
@@ -95,6 +105,15 @@ def test_windows_belong_to_the_layers_that_the_type_says():
     assert layers["gemma2"].layers == (True, False, True) and layers["gemma3"].layers == (True, True, False)
     none = CONFIGS["mistral"] | {"sliding_window": None}
     assert decoder_config(JsonObject("a", none)).sliding is None
+
+
+@pytest.mark.parametrize(("family", "missing"), [("gemma2", (50.0, 30.0)), ("gemma3", (None, None))])
+def test_soft_caps_that_are_not_named_are_those_of_the_type(family, missing):
+    keys = ("attn_logit_softcapping", "final_logit_softcapping")
+    unnamed = {key: value for key, value in CONFIGS[family].items() if key not in keys}
+    for values, caps in ((unnamed, missing), (unnamed | dict.fromkeys(keys), (None, None))):
+        config = decoder_config(JsonObject("a", values))
+        assert (config.attention_softcap, config.logit_softcap) == caps
 
 
 @pytest.mark.bad_input
@@ -118,6 +137,7 @@ def test_windows_belong_to_the_layers_that_the_type_says():
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention: expected attention to earlier"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: expected none in gemma3_text, got one"),
         ("gemma2", {"layer_types": ["full_attention"]}, "layer_types: expected 3 of sliding_attention"),
+        ("llama3", {"layer_types": 3}, "layer_types: expected a list without sliding_attention, as there is no window"),
         ("llama3", {"hidden_size": "32"}, "hidden_size: expected a positive integer, got '32'"),
         ("llama3", {"num_hidden_layers": 10**6}, "num_hidden_layers: expected at most 1000, got 1000000"),
         ("llama3", {"num_key_value_heads": 3}, "num_kv_heads: expected a divisor of 4 query heads, got 3"),

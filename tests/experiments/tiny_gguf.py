@@ -25,7 +25,7 @@ class TinyGguf:
 
 
 def write_tiny_gguf(path: Path, *, quantised: bool = True, seed: int = 0, **changes) -> TinyGguf:
-    """Writes the file; `changes` replace metadata (`architecture`, `pre`), drop (`without`) or add (`extra`) a tensor."""
+    """Writes the file; `changes` replace `architecture`, `pre` or `merges`, drop (`without`) or add (`extra`) a tensor."""
     import gguf
     from tokenizers import pre_tokenizers
 
@@ -46,7 +46,7 @@ def write_tiny_gguf(path: Path, *, quantised: bool = True, seed: int = 0, **chan
     writer.add_tokenizer_pre(changes.get("pre", "smollm"))
     writer.add_token_list(vocabulary)
     writer.add_token_types([3] * len(CONTROL) + [1] * (len(vocabulary) - len(CONTROL)))
-    writer.add_token_merges(list(MERGES))
+    writer.add_token_merges(list(changes.get("merges", MERGES)))
     writer.add_eos_token_id(2)
     tensors = {}
     for name, shape in shapes.items():

@@ -109,33 +109,38 @@ def decoder_config(file: JsonObject) -> DecoderConfig:
 
 
 def _gemma(file: JsonObject, model_type: str, hidden: int) -> dict[str, Any]:
-    capped = file.has("attn_logit_softcapping")
-    allowed = model_type == "gemma2" or not capped
+    is_second = model_type == "gemma2"
+    allowed = is_second or not file.has("attn_logit_softcapping")
     require(allowed, f"{file.place}, attn_logit_softcapping", f"none in {model_type}", "one")
+
+    def cap(key: str, of_second: float) -> float | None:
+        # Gemma 2 caps unless it says null; Gemma 3 does not unless it says how.
+        default = of_second if is_second else None
+        return None if file.values.get(key, default) is None else file.number(key, default)
+
     return {
         "embed_scale": math.sqrt(hidden),
         "query_scale": file.number("query_pre_attn_scalar", 256) ** -0.5,
-        "attention_softcap": file.number("attn_logit_softcapping") if capped else None,
-        "logit_softcap": file.number("final_logit_softcapping") if file.has("final_logit_softcapping") else None,
+        "attention_softcap": cap("attn_logit_softcapping", 50.0),
+        "logit_softcap": cap("final_logit_softcapping", 30.0),
     }
 
 
 def _rope(file: JsonObject, model_type: str) -> tuple[float, RopeScaling | None, float | None]:
     """Returns base and stretch of the rotary frequencies, and the base of sliding layers if it is another."""
     _require_whole_heads(file)
+    # A base next to the objects is the default of one inside of them.
     if model_type != "gemma3_text":
-        if file.has("rope_parameters"):
-            parameters = file.object("rope_parameters")
-            return parameters.number("rope_theta", 10_000.0), _scaling(parameters), None
-        return file.number("rope_theta", 10_000.0), _scaling(file.object("rope_scaling")), None
+        parameters = file.object("rope_parameters" if file.has("rope_parameters") else "rope_scaling")
+        return parameters.number("rope_theta", file.number("rope_theta", 10_000.0)), _scaling(parameters), None
+    theta, sliding_theta = file.number("rope_theta", 1e6), file.number("rope_local_base_freq", 1e4)
     if file.has("rope_parameters"):
         by_kind = file.object("rope_parameters")
         full, sliding = by_kind.object(FULL), by_kind.object(SLIDING)
         unscaled = _scaling(sliding) is None
         require(unscaled, f"{sliding.place}, rope_type", "default in sliding layers", sliding.values.get("rope_type"))
-        return full.number("rope_theta", 1e6), _scaling(full), sliding.number("rope_theta", 1e4)
-    scaling = _scaling(file.object("rope_scaling"))
-    return file.number("rope_theta", 1e6), scaling, file.number("rope_local_base_freq", 1e4)
+        return full.number("rope_theta", theta), _scaling(full), sliding.number("rope_theta", sliding_theta)
+    return theta, _scaling(file.object("rope_scaling")), sliding_theta
 
 
 def _require_whole_heads(file: JsonObject) -> None:
@@ -166,7 +171,9 @@ def _sliding(file: JsonObject, model_type: str, layers: int, theta: float | None
     counts = file.flag("use_sliding_window", False) if switched else model_type != "llama"
     if not counts or (file.values.get("sliding_window", DEFAULT_WINDOW) is None):
         kinds = file.values.get("layer_types") or []
-        require(SLIDING not in kinds, f"{file.place}, layer_types", f"no {SLIDING} without a window", f"one {SLIDING}")
+        fits = isinstance(kinds, list) and SLIDING not in kinds
+        expected = f"a list without {SLIDING}, as there is no window"
+        require(fits, f"{file.place}, layer_types", expected, repr(kinds)[:100])
         return None
     sliding = tuple(kind == SLIDING for kind in _layer_types(file, model_type, layers))
     return SlidingLayers(file.integer("sliding_window", DEFAULT_WINDOW), sliding, theta) if any(sliding) else None
