@@ -347,6 +347,9 @@ def with_nan(table):
 
 WORDS = {f"word{number}": 300 + number for number in range(3)}
 BAD = {
+    "config.json: expected JSON, got Exceeds the limit (4300 digits)": lambda path: (path / "config.json").write_text(
+        f'{{"hidden_size": {"1" * 4301}}}'
+    ),
     "model-00002-of-00003.safetensors: expected a whole safetensors file, got": cut_short,
     f"model weights: expected a directory with {THIRD}": remove(THIRD),
     f"{HEAD}: expected the name of a safetensors file": change_map(lambda names: "../other/model.safetensors"),

@@ -26,9 +26,11 @@ def read_text(path: Path) -> str:
 
 def read_object(path: Path) -> "JsonObject":
     """Reads the JSON object in a file, and raises ValueError if there is none."""
+    text = read_text(path)
     try:
-        values = json.loads(read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
+        values = json.loads(text)
+    # Python itself refuses an integer of thousands of digits.
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path.name}: expected JSON, got {error}") from None
     require(isinstance(values, dict), path.name, "a JSON object", type(values).__name__)
     return JsonObject(path.name, values)
