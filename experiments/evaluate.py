@@ -13,6 +13,7 @@ if __name__ == "__main__":
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import tyro
 
@@ -21,6 +22,7 @@ from experiments.config import Config, DataConfig, ModelConfig
 from experiments.loop.evaluation import Scores
 from experiments.loop.inference import make_inference
 from experiments.loop.load import LoadedRun, load_run
+from experiments.options import AtLeast, check_ranges
 from experiments.tasks import Task
 from jaxlogp.errors import describe, require
 
@@ -38,9 +40,9 @@ class EvaluateConfig:
     task: str | None = None
     """With --model: the task."""
     data: DataConfig = field(default_factory=DataConfig)
-    max_new_tokens: int | None = None
+    max_new_tokens: Annotated[int | None, AtLeast(1)] = None
     """Longest completion in tokens. None: that of the run, or 256 with --model."""
-    num_prompts: int | None = None
+    num_prompts: Annotated[int | None, AtLeast(1)] = None
     """Number of held-out prompts. None: that of the run."""
     mesh: str | None = None
     """Device mesh. None: that of the run."""
@@ -66,9 +68,8 @@ def load(config: EvaluateConfig, task: Task | None = None) -> LoadedRun:
 
 
 def _changed(stored: Config, config: EvaluateConfig) -> Config:
-    # Refused here by the names that this command has for them.
-    for option, value in (("--num-prompts", config.num_prompts), ("--max-new-tokens", config.max_new_tokens)):
-        require(value is None or value >= 1, option, "at least 1", value)
+    # Refused by the names that this command has for them.
+    check_ranges(config)
     unread = stored.supervised and config.max_new_tokens is not None
     expected = "no value in supervised learning, which samples nothing"
     require(not unread, "--max-new-tokens", expected, config.max_new_tokens)

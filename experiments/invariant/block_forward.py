@@ -36,7 +36,7 @@ class BlockForward:
         self.block, self._graph, self._config = block, graph, config
         self._graphs: Any = None
         self._tree: Any = None
-        self._load = jax.jit(self._narrowed)
+        self._load = jax.jit(self._taken_apart)
         # 7 % faster: the library adds the residual stream to its products.
         options = None if compiler_options is None else {**compiler_options, **LIBRARY_ALONE}
         self._step = jax.jit(self._read, donate_argnums=3, compiler_options=options)
@@ -88,7 +88,7 @@ class BlockForward:
             hidden, starts = self._put(hidden, block, starts)
         return hidden[:, :length]
 
-    def _narrowed(self, params: nnx.State) -> BodyWeights:
+    def _taken_apart(self, params: nnx.State) -> BodyWeights:
         model = nnx.merge(self._graph, params)
         layers = model.layers_apart()
         table = model.embed_tokens.embedding[...]

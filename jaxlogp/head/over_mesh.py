@@ -120,6 +120,7 @@ def layout_of(
     check_operands(hidden, weight, bias, weight_layout)
     weight_axes = () if weight_axis is None else (weight_axis,)
     require_axes(mesh, vocab_axis=(vocab_axis,), token_axes=token_axes)
+    # Apart: ranks that split tokens may split the head too, which is gathered.
     require_axes(mesh, weight_axis=weight_axes)
     for name, instead in (("axis_name", "vocab_axis"), ("document_axis_name", "token_axes")):
         require(name not in options, name, f"not to be given ({instead} names it)", repr(options.get(name)))
