@@ -133,8 +133,15 @@ for title, step in (("before", min(sampled_at)), ("after", max(sampled_at))):
 # whose rewards are all equal have no advantage, and are not. Each rollout is used for one update, so apart from this
 # drift the ratio of new to old probabilities is 1.
 
+
 # %%
-drift = [max(metric_of(record, "drift_max") or 0.0 for record in block) for block in blocks]
+def logged(records, name):
+    """Returns a metric of the steps that computed any document."""
+    return [value for record in records if (value := metric_of(record, name)) is not None]
+
+
+drift = [max(logged(block, "drift_max"), default=0.0) for block in blocks]
+ratios = logged(training, "ratio_new_old")
 figure, axes = plt.subplots(figsize=(8, 2.6), layout="constrained")
 axes.semilogy(block_ends, drift, color="#1f5fa8", linewidth=1)
 axes.set_ylim(1e-7, 1)
@@ -143,7 +150,7 @@ axes.set_ylabel("drift_max [nats]")
 axes.set_title("Sampler against trainer, largest of 20 steps")
 plt.show()
 print(f"largest drift of any step: {max(drift):.1e} nats")
-print(f"ratio of the first step: {metric_of(training[0], 'ratio_new_old'):.7f}")
+print(f"largest |ratio - 1| of any step: {max((abs(ratio - 1) for ratio in ratios), default=0.0):.1e}")
 print(f"head: {training[0]['head_path']}, engine {training[0]['head_engine']}")
 
 # %% [markdown]
