@@ -28,15 +28,15 @@ from jaxlogp.errors import (
     describe,
     require,
     require_flags,
-    require_floating,
     require_ids_in_range,
     require_integer,
+    require_operand_dtype,
     require_tokens,
 )
 from jaxlogp.invariance.exact import no_negative_zero
 from jaxlogp.invariance.order import gather_bits, in_mesh_order, segment_tree_sum
 
-_BITS = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+_BITS = {2: jnp.uint16, 4: jnp.uint32}
 # For the words that tell whether all shards have the same ids: they are sent in the narrowest of these types.
 _WORD_BITS = 16
 
@@ -56,7 +56,7 @@ def embedding_lookup(
 
 
     Args:
-        table: [V, H], or the local shard [V_local, H].
+        table: [V, H], or the local shard [V_local, H]; bf16, fp16 or fp32.
         token_ids: [*tokens], integer, the same on all shards. There is no ignore index: every id must be in [0, V).
         axis_name: mesh axis over which the vocabulary is sharded.
         vocab: the shards; None for equal ones.
@@ -228,7 +228,7 @@ def _mapped_lookup(
 
 
 def _check(table: Array, token_ids: Array) -> None:
-    require_floating(table, "table")
+    require_operand_dtype(table, "table")
     require(table.ndim == 2 and table.size > 0, "table", "shape [V, H] with V, H > 0", describe(table))
     require_integer(token_ids, "token_ids")
     require_tokens(token_ids, "token_ids")

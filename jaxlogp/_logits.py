@@ -24,8 +24,7 @@ from jaxlogp._compat import (
 from jaxlogp._stats import Normaliser, TokenLogProbs, all_reduce, finish, logit_gradient, tile_stats
 from jaxlogp._targets import OUT_OF_VOCAB, LocalTargets, check_targets, localise, mask_cotangents
 from jaxlogp._vocab import VocabShards, local_shard
-from jaxlogp.errors import describe, require, require_flags
-from jaxlogp.head.call import require_operand_dtype
+from jaxlogp.errors import describe, require, require_flags, require_operand_dtype
 from jaxlogp.head.projection import HeadSpec, finish_logits, product_gradient
 
 

@@ -43,6 +43,17 @@ def require_floating(array: Any, argument: str) -> None:
     require(ok, argument, "an array of a floating-point dtype", describe(array))
 
 
+def require_operand_dtype(array: Any, argument: str) -> None:
+    """Raises ``ValueError`` for floats that JAX sees as wider or narrower than the three that we compute with.
+
+    Products and sums are fp32, which float64 would not be told; a gradient is returned in its operand's dtype, and fp8
+    would round it by half.
+    """
+    require_floating(array, argument)
+    known = jax.dtypes.canonicalize_dtype(array.dtype) in (jax.numpy.bfloat16, jax.numpy.float16, jax.numpy.float32)
+    require(known, argument, "dtype bfloat16, float16 or float32", f"{describe(array)}: cast it")
+
+
 def require_integer(array: Any, argument: str) -> None:
     """Raises ``ValueError`` unless ``array`` has an integer dtype."""
     dtype = getattr(array, "dtype", None)

@@ -185,3 +185,9 @@ def test_an_input_id_out_of_range_is_named_with_its_position(bad):
         embedding_lookup(table(), ids)
     for fragment in ("token_ids", str(bad), "(1, 3)", str(VOCAB)):
         assert fragment in str(raised.value), raised.value
+
+
+@pytest.mark.bad_input
+def test_a_table_of_8_bits_is_refused():
+    with pytest.raises(ValueError, match="^table: expected dtype bfloat16, float16 or float32, got float8_e4m3fn"):
+        embedding_lookup(table().astype(jnp.float8_e4m3fn), jnp.zeros(2, jnp.int32))

@@ -1,4 +1,4 @@
-"""x64: float64 is refused by the head and by log_probs_from_logits, kept by losses and metrics; fp32 is unchanged."""
+"""x64: float64 is refused by head, embedding and log_probs_from_logits, kept by losses and metrics; fp32 is unchanged."""
 
 import functools
 
@@ -14,7 +14,7 @@ from jaxlogp._reduce import masked_max, masked_mean
 
 @pytest.mark.bad_input
 def test_float64_operands_are_refused():
-    """Engines accumulate in fp32, so a float64 log-prob could not be had."""
+    """Sums are fp32, so neither a float64 log-prob nor the gradient of a float64 table could be had."""
     hidden, weight, bias = np.ones((2, 4)), np.ones((6, 4)), np.ones(6)
     targets, narrow = np.zeros(2, np.int32), functools.partial(np.asarray, dtype=np.float32)
     calls = {
@@ -22,6 +22,7 @@ def test_float64_operands_are_refused():
         "weight": lambda: jaxlogp.linear_log_probs(narrow(hidden), jnp.asarray(weight), targets),
         "bias": lambda: jaxlogp.head_logits(narrow(hidden), narrow(weight), bias=bias),
         "logits": lambda: log_probs_from_logits(jnp.asarray(weight), np.zeros(6, np.int32)),
+        "table": lambda: jaxlogp.embedding_lookup(jnp.asarray(weight), targets),
     }
     for argument, call in calls.items():
         with jax.enable_x64(True):

@@ -22,7 +22,7 @@ from jaxlogp._compat import (
 from jaxlogp._stats import TokenLogProbs
 from jaxlogp._targets import OUT_OF_VOCAB, LocalTargets, check_targets, localise, mask_cotangents
 from jaxlogp._vocab import VocabShards, local_shard
-from jaxlogp.errors import describe, require, require_floating, require_integer
+from jaxlogp.errors import describe, require, require_integer, require_operand_dtype
 from jaxlogp.head.projection import HeadSpec, dot
 from jaxlogp.head.support.ids import Support, check_support, mask_by_support
 from jaxlogp.head.support.local import LocalSupport, localise_support
@@ -324,18 +324,6 @@ def check_kinds(targets: Any, mask: Any, support: Any) -> None:
     ok = mask is None or getattr(mask, "dtype", None) == jnp.bool_
     require(ok, "mask", "an array of dtype bool", describe(mask))
     require(support is None or isinstance(support, Support), "support", "a Support", describe(support))
-
-
-def require_operand_dtype(array: Any, argument: str) -> None:
-    """Raises ``ValueError`` for floats that JAX sees as wider or narrower than the three that engines compute with.
-
-    Products and sums are fp32, which float64 would not be told; a gradient is returned in its operand's dtype, and fp8
-    would round it by half.
-    """
-    require_floating(array, argument)
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-    seen = f"{describe(array)}: cast it"
-    require(dtype in (jnp.bfloat16, jnp.float16, jnp.float32), argument, "dtype bfloat16, float16 or float32", seen)
 
 
 def sum_gradients(call: HeadCall, gradients: HeadGradients) -> HeadGradients:
