@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxlogp.errors import require
 
@@ -41,10 +41,12 @@ def vary_over(x: jax.Array, axes: Iterable[Hashable]) -> jax.Array:
 
 def require_axes(mesh: Mesh, **named: tuple[str, ...]) -> None:
     """Raises ``ValueError`` unless ``mesh`` has all axes, given by the names of their arguments, and none is given twice."""
+    require(isinstance(mesh, Mesh | AbstractMesh), "mesh", "a Mesh", repr(mesh))
     owner: dict[str, str] = {}
     for argument, axes in named.items():
+        require(isinstance(axes, tuple), argument, "a tuple of mesh axes", repr(axes))
         for axis in axes:
-            require(axis in mesh.shape, argument, f"an axis of the mesh {tuple(mesh.axis_names)}", repr(axis))
+            require(axis in mesh.axis_names, argument, f"an axis of the mesh {tuple(mesh.axis_names)}", repr(axis))
             # Over one axis that splits both, ranks would hold different tokens and add up their vocabularies.
             require(axis not in owner, argument, "each mesh axis once", f"{axis!r}, also in {owner.get(axis)}")
             owner[axis] = argument

@@ -216,6 +216,10 @@ CASES = {
         ["2", "4"],
     ),
     "an axis the mesh does not have": (lambda: sharded_head(vocab_axis="model"), "vocab_axis", ["model", "tensor"]),
+    "a list of vocabulary axes": (lambda: sharded_head(vocab_axis=["tensor"]), "vocab_axis", ["['tensor']"]),
+    "a list of token axes": (lambda: sharded_head(token_axes=["data"]), "token_axes", ["tuple", "['data']"]),
+    "one token axis without a tuple": (lambda: sharded_head(token_axes="data"), "token_axes", ["tuple", "'data'"]),
+    "no mesh": (lambda: sharded_head(mesh=None), "mesh", ["Mesh", "None"]),
     "a token axis the mesh does not have": (
         lambda: sharded_head(token_axes=("batch",)),
         "token_axes",
