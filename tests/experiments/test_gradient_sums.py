@@ -66,6 +66,7 @@ def test_bf16_sums_round_once_a_micro_batch_and_loss_and_counts_are_those_of_fp3
     assert {leaf.dtype for leaf in jax.tree.leaves(finished[1].gradients)} == {jnp.dtype("float32")}
 
 
+@pytest.mark.costly
 def test_a_micro_batch_runs_beside_the_sums_of_those_before_alone(monkeypatch):
     mesh = make_mesh(MeshSpec())
     # No other array has the shape of this table.

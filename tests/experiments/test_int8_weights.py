@@ -90,7 +90,7 @@ def decoded(graph, state, decoding, tokens, int8, join):
 
 
 @pytest.mark.parametrize("join", [False, True])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["qwen3", *(pytest.param(name, marks=pytest.mark.costly) for name in [*CONFIGS][1:])])
 def test_a_step_is_that_of_a_model_of_the_rounded_matrices(name, join):
     graph, state = model_of(name)
     tokens = jnp.asarray([[3, 7], [1, 1], [20, 9], [0, 23]])
@@ -125,6 +125,7 @@ def drawn(mesh, copies=1, **options):
     return sampler(state, PROMPTS, LENGTHS, copies, jax.random.key(0))
 
 
+@pytest.mark.costly
 def test_the_option_reaches_every_step_but_not_the_prompts():
     exact, eight_bits = (drawn(MeshSpec(), int8_weights=chosen) for chosen in (False, True))
     np.testing.assert_array_equal(exact.log_probs[:, 0], eight_bits.log_probs[:, 0])
@@ -136,6 +137,7 @@ def test_the_option_reaches_every_step_but_not_the_prompts():
     np.testing.assert_allclose(eight_bits.log_probs[:, 1:], log_probs, atol=2 * ROUNDING, rtol=0)
 
 
+@pytest.mark.costly
 def test_a_mesh_draws_the_same():
     alone, split = (
         drawn(spec, copies=2, int8_weights=True) for spec in (MeshSpec(), MeshSpec(data=1, fsdp=2, tensor=2))

@@ -87,8 +87,15 @@ def test_the_token_is_where_the_cumulative_probability_exceeds_the_uniform_numbe
         np.testing.assert_allclose(recorded.log_probs, np.log(drawn_from[rows, tokens]), **tolerance)
 
 
-@pytest.mark.parametrize("spec", [MeshSpec(tensor=2), MeshSpec(data=2, tensor=4), MeshSpec(tensor=8)], ids=str)
-@pytest.mark.parametrize("vocab", [8 * BLOCK, 2 * BLOCK + 88, 4 * BLOCK + 4])
+@pytest.mark.parametrize("vocab", [8 * BLOCK, 2 * BLOCK + 88, pytest.param(4 * BLOCK + 4, marks=pytest.mark.costly)])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        MeshSpec(tensor=2),
+        *(pytest.param(spec, marks=pytest.mark.costly) for spec in (MeshSpec(data=2, tensor=4), MeshSpec(tensor=8))),
+    ],
+    ids=str,
+)
 def test_ranks_that_split_the_vocabulary_draw_the_token_of_one_device(vocab, spec):
     """Also where none of their blocks is whole, or a rank has nothing that may be drawn, or cannot have an equal part."""
     mesh, logits = make_mesh(spec), logits_of(vocab)

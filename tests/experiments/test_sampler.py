@@ -89,7 +89,10 @@ def packed(prompt_ids, lengths, samples):
     return row, positions, document_ids, starts
 
 
-@pytest.mark.parametrize(("temperature", "greedy"), [(1.0, False), (0.7, False), (0.7, True)])
+@pytest.mark.parametrize(
+    ("temperature", "greedy"),
+    [(0.7, False), *(pytest.param(*each, marks=pytest.mark.costly) for each in ((1.0, False), (0.7, True)))],
+)
 def test_log_probs_are_those_of_the_packed_trainer_forward(temperature, greedy):
     ids, lengths = prompts()
     how = rule(NEW, **ENDS, temperature=temperature, greedy=greedy)

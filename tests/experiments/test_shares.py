@@ -11,6 +11,7 @@ from experiments.models.attention.shares import deal_blocks, put_together
 from tests.oracle import fp32_bound
 
 
+@pytest.mark.costly
 @given(blocks=st.lists(st.integers(0, 40), min_size=1, max_size=6), more=st.integers(1, 9), fewest=st.integers(1, 5))
 def test_every_block_is_dealt_once_and_shares_are_alike(blocks, more, fewest):
     number = len(blocks) + more
