@@ -41,6 +41,7 @@ def test_losses_reductions_and_metrics_keep_float64():
         found = {name: (metrics[name], value) for name, value in named.items()}
         found["masked_mean"] = masked_mean(new), new.mean()
         found["masked_max"] = masked_max(new), new.max()
+        found["entropy_threshold"] = jaxlogp.entropy_threshold(-new, share=0.5), np.quantile(-new, 0.5)
         found["reward_mean"] = jaxlogp.reward_terms(new[0]).finish()["reward_mean"], new[0].mean()
         found["loss"] = (
             jaxlogp.policy_loss(new, old, np.ones(2)).mean(),

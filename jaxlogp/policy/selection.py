@@ -52,7 +52,7 @@ def entropy_threshold(
     labels, dtype = flat(mask), compute_dtype(entropy)
     count = jnp.sum(labels, dtype=jnp.int32)
     values = jnp.sort(jnp.where(labels, constant(entropy, labels, dtype), jnp.inf))
-    values = jnp.where(jnp.arange(values.size) < count, values, 0.0)
+    values = jnp.where(jnp.arange(values.size, dtype=jnp.int32) < count, values, 0.0)
     position = jnp.asarray(1.0 - share, dtype) * jnp.maximum(count - 1, 0).astype(dtype)
     lower = jnp.floor(position).astype(jnp.int32)
     upper = jnp.minimum(lower + 1, jnp.maximum(count - 1, 0))
