@@ -1,6 +1,7 @@
 """The small files of a checkpoint directory, as JSON objects with checked values."""
 
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -77,7 +78,9 @@ class JsonObject:
         return self._value(key, default, "true or false", lambda value: isinstance(value, bool))
 
     def text(self, key: str, default: str | None = None) -> str:
-        return self._value(key, default, "a string", lambda value: isinstance(value, str))
+        value = self._value(key, default, "a string", lambda value: isinstance(value, str))
+        require(is_utf8(value), f"{self.place}, {key}", "text that UTF-8 can hold", repr(value)[:MAX_SHOWN])
+        return value
 
     def object(self, key: str) -> "JsonObject":
         """Returns an object; a missing one is empty."""
@@ -95,6 +98,11 @@ class JsonObject:
         require(value is not None, self.place, f"the key {key}", "none")
         require(is_right(value), f"{self.place}, {key}", expected, repr(value)[:MAX_SHOWN])
         return value
+
+
+def is_utf8(text: str) -> bool:
+    """Returns True for a text without halves of surrogate pairs, which JSON and Jinja can write and UTF-8 cannot."""
+    return re.search("[\ud800-\udfff]", text) is None
 
 
 def is_integer(value: Any) -> bool:
