@@ -18,6 +18,8 @@ from jaxtyping import Float
 from experiments.extras import import_extra
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.huggingface.config import MAX_LAYERS
+from experiments.models.huggingface.files import JsonObject
+from experiments.models.rope import LinearScaling
 from jaxlogp.errors import require
 
 MAGIC = b"GGUF"
@@ -28,13 +30,8 @@ MAX_READS = 2**20
 
 @dataclass(frozen=True)
 class GgufFile:
-    metadata: dict[str, Any]
+    metadata: JsonObject
     tensors: dict[str, Any]
-
-    def value(self, key: str) -> Any:
-        """Returns the metadata of a key, and raises ValueError if the file has none."""
-        require(key in self.metadata, "gguf", f"a file with the metadata {key}", f"{len(self.metadata)} other keys")
-        return self.metadata[key]
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -45,10 +42,14 @@ class GgufFile:
         import gguf
 
         stored = self.tensors[name]
-        tensor = np.asarray(gguf.dequantize(stored.data, stored.tensor_type), np.float32).reshape(self.shapes[name])
+        try:
+            tensor = np.asarray(gguf.dequantize(stored.data, stored.tensor_type), np.float32).reshape(self.shapes[name])
+        except NotImplementedError:
+            expected, place = "a type that the package gguf reads as numbers", f"{self.metadata.place}, tensor {name}"
+            raise ValueError(f"{place}: expected {expected}, got {stored.tensor_type.name}") from None
         for part, heads in (("attn_q.", "attention.head_count"), ("attn_k.", "attention.head_count_kv")):
             if part in name:
-                return paired_rows(tensor, int(self.value(f"{ARCHITECTURE}.{heads}")))
+                return paired_rows(tensor, self.metadata.integer(f"{ARCHITECTURE}.{heads}"))
         return tensor
 
 
@@ -66,7 +67,7 @@ def read_gguf(path: Path) -> GgufFile:
         metadata = {name: field.contents() for name, field in fields.items()}
     except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
         raise ValueError(f"gguf: expected a whole GGUF file, got {path.name}, which ends in {error!r}") from None
-    return GgufFile(metadata, {tensor.name: tensor for tensor in reader.tensors})
+    return GgufFile(JsonObject(path.name, metadata), {tensor.name: tensor for tensor in reader.tensors})
 
 
 def _bounded_reader(reader: Any) -> Any:
@@ -99,32 +100,39 @@ def _bounded_reader(reader: Any) -> Any:
 
 def decoder_config(file: GgufFile) -> DecoderConfig:
     """Returns the model's sizes and options, all in fp32; ValueError for other architectures and what `Decoder` lacks."""
-    seen = file.value("general.architecture")
-    require(seen == ARCHITECTURE, "gguf, general.architecture", repr(ARCHITECTURE), repr(seen))
-    scaling = file.metadata.get(f"{ARCHITECTURE}.rope.scaling.type", "none")
-    scaled = scaling != "none" or "rope_freqs.weight" in file.tensors
-    require(not scaled, "gguf, rotary frequencies", "none that are scaled", repr(scaling))
-    sizes: dict[str, int] = {}
-    for name, key in _SIZES.items():
-        size = file.value(f"{ARCHITECTURE}.{key}")
-        is_size = isinstance(size, int) and size >= 1
-        require(is_size, f"gguf, {ARCHITECTURE}.{key}", "a positive integer", repr(size))
-        sizes[name] = size
-    layers = sizes["num_layers"]
-    require(layers <= MAX_LAYERS, f"gguf, {ARCHITECTURE}.block_count", f"at most {MAX_LAYERS}", layers)
-    head_dim = int(
-        file.metadata.get(f"{ARCHITECTURE}.attention.key_length", sizes["hidden_size"] // sizes["num_heads"])
+    metadata = file.metadata
+    seen = metadata.text("general.architecture")
+    require(seen == ARCHITECTURE, f"{metadata.place}, general.architecture", repr(ARCHITECTURE), repr(seen))
+    unscaled = "rope_freqs.weight" not in file.tensors
+    require(
+        unscaled, metadata.place, "rotary frequencies that follow from the metadata", "the tensor rope_freqs.weight"
     )
-    rotated = int(file.metadata.get(f"{ARCHITECTURE}.rope.dimension_count", head_dim))
-    require(rotated == head_dim, "gguf, rope.dimension_count", f"all {head_dim} features of a head", rotated)
+    sizes = {name: metadata.integer(f"{ARCHITECTURE}.{key}") for name, key in _SIZES.items()}
+    layers = sizes["num_layers"]
+    require(layers <= MAX_LAYERS, f"{metadata.place}, {ARCHITECTURE}.block_count", f"at most {MAX_LAYERS}", layers)
+    head_dim = metadata.integer(f"{ARCHITECTURE}.attention.key_length", sizes["hidden_size"] // sizes["num_heads"])
+    dimensions = f"{ARCHITECTURE}.rope.dimension_count"
+    rotated = metadata.integer(dimensions, head_dim)
+    require(rotated == head_dim, f"{metadata.place}, {dimensions}", f"all {head_dim} features of a head", rotated)
     return DecoderConfig(
-        vocab_size=len(file.value("tokenizer.ggml.tokens")),
+        vocab_size=len(metadata.texts("tokenizer.ggml.tokens")),
         head_dim=head_dim,
-        rope_theta=float(file.metadata.get(f"{ARCHITECTURE}.rope.freq_base", 10_000.0)),
-        rms_norm_eps=float(file.value(f"{ARCHITECTURE}.attention.layer_norm_rms_epsilon")),
+        rope_theta=metadata.number(f"{ARCHITECTURE}.rope.freq_base", 10_000.0),
+        rope_scaling=_rope_scaling(metadata),
+        rms_norm_eps=metadata.number(f"{ARCHITECTURE}.attention.layer_norm_rms_epsilon"),
         tie_embeddings="output.weight" not in file.tensors,
         **sizes,
     )
+
+
+def _rope_scaling(metadata: JsonObject) -> LinearScaling | None:
+    """Returns how rotary frequencies are scaled; a factor without a type scales linearly, as llama.cpp reads it."""
+    prefix = f"{ARCHITECTURE}.rope."
+    kind = metadata.text(f"{prefix}scaling.type", "linear")
+    require(kind in ("none", "linear"), f"{metadata.place}, {prefix}scaling.type", "none or linear", repr(kind))
+    # The second key is the older name.
+    factor = metadata.number(f"{prefix}scaling.factor", metadata.number(f"{prefix}scale_linear", 1.0))
+    return None if kind == "none" or factor == 1.0 else LinearScaling(factor)
 
 
 _SIZES = {

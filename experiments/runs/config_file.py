@@ -6,6 +6,7 @@ into floats.
 
 import json
 import math
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from jaxlogp.errors import require
 
 NON_FINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 LARGEST_BYTES = 1 << 30
+LARGEST_FLOAT = sys.float_info.max
 MAX_DEPTH = 64
 ConfigT = typing.TypeVar("ConfigT")
 
@@ -134,6 +136,9 @@ def from_json(value: Any, annotation: Any, place: str) -> Any:
         if len(kinds) == len(value):
             return tuple(from_json(item, kind, place) for item, kind in zip(value, kinds, strict=True))
     if annotation is float and (type(value) is int or (isinstance(value, str) and value in NON_FINITE)):
+        require(
+            type(value) is str or abs(value) <= LARGEST_FLOAT, place, "a number that float64 holds", repr(value)[:200]
+        )
         return float(value)
     if annotation is Path and isinstance(value, str):
         return Path(value)

@@ -90,6 +90,10 @@ def test_config_comes_back(run, config):
         (lambda config: config.update(optimizer=[]), "config.optimizer: expected the fields of Optimizer"),
         (lambda config: config["optimizer"].update(betas=[0.9]), r"config.optimizer.betas: expected tuple"),
         (lambda config: config["optimizer"].update(learning_rate="fast"), "learning_rate: expected float, got 'fast'"),
+        (
+            lambda config: config["optimizer"].update(learning_rate=10**400),
+            "expected a number that float64 holds, got 1000",
+        ),
         (lambda config: config.update(task={"size": 1}), "config.task: .*Copying, got unknown size.*Adding"),
     ],
 )

@@ -14,7 +14,7 @@ from experiments.loop import memory
 from experiments.loop.evaluation import AnswerEvaluation, ExactMatch
 from experiments.loop.find_model import find_model
 from experiments.loop.start_report import check_answer_lengths, print_start_report
-from experiments.loop.supervised import find_sizes
+from experiments.loop.supervised import find_sizes, find_task
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.models.parameters import abstract_decoder
 from experiments.models.tokenizer import tokenizer_for
@@ -29,7 +29,7 @@ from tests.experiments.lines import write
 def lines(tmp_path, capsys, rewards=None, **changes):
     """What is printed of a run, and its model."""
     config = replace(Config(), **changes).resolved()
-    task = make_task(config.task)
+    task = find_task(config) if config.supervised else make_task(config.task)
     model = find_model(config, task, None, restored=False)
     sizes, dtype = find_sizes(config, task, model.tokenizer), DtypeChoice("float32", "a reason")
     print_start_report(config, task, model, sizes, tmp_path / "run", dtype, rewards)
@@ -51,6 +51,14 @@ def test_what_is_about_to_run(tmp_path, capsys):
     at_once = "64 at a time on each data rank"
     assert facts["rollout"] == f"64 prompts × 8 completions of at most 5 tokens, {at_once}, advantages group"
     assert facts["run folder"] == str(tmp_path / "run")
+
+
+def test_the_longest_document_is_told_of_because_rows_are_as_long(tmp_path, capsys):
+    records = [{"prompt": f"{number}+1=", "completion": str(number + 1)} for number in range(60)]
+    path = write(tmp_path / "sums.jsonl", *records, {"prompt": "x" * 300_000, "completion": "1"})
+    _, (data, *_) = lines(tmp_path, capsys, task=f"sft:{path}")
+    # The start token, a byte of the completion and an end token.
+    assert data.endswith(" held out, the longest of 300,003 tokens")
 
 
 def test_a_state_that_the_devices_of_the_mesh_cannot_hold_is_refused(tmp_path, capsys, monkeypatch):

@@ -133,6 +133,10 @@ def test_soft_caps_that_are_not_named_are_those_of_the_type(family, missing):
         ),
         ("qwen3", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type: expected default, linear or llama3, got 'yarn'"),
         ("llama2", {"rope_scaling": {"type": "dynamic"}}, "rope_type: expected default, linear or llama3"),
+        (
+            "llama2", {"rope_scaling": {"factor": 4.0}},
+            "config.json, rope_scaling: expected the key rope_type next to factor, got none",
+        ),
         ("llama3", {"hidden_act": "relu"}, "hidden_act: expected one of silu"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention: expected attention to earlier"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: expected none in gemma3_text, got one"),
@@ -253,6 +257,8 @@ def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path):
     (path / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}", encoding="utf-8")
     with pytest.raises(ValueError, match="chat template: expected text for 1 messages, got SecurityError"):
         open_pretrained(path).tokenizer.encode_prompt("a")
+    (path / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
+    assert open_pretrained(path).tokenizer.longest_prompt(5) == 5
 
 
 WITHOUT_BOUND = {
@@ -353,6 +359,9 @@ BAD = {
     "model-00002-of-00003.safetensors: expected a whole safetensors file, got": cut_short,
     f"model weights: expected a directory with {THIRD}": remove(THIRD),
     f"{HEAD}: expected the name of a safetensors file": change_map(lambda names: "../other/model.safetensors"),
+    f"{HEAD}: expected the name of a safetensors file of this directory, got 'xxx": change_map(
+        lambda names: f"{'x' * 5000}.safetensors"
+    ),
     f"{HEAD}: expected to be in": change_map(lambda names: names["model.norm.weight"]),
     f"weights, tensor {EMBEDDING}: expected shape [264, 32], got [263, 32]": change_embedding(lambda x: x[:-1].copy()),
     f"weights, tensor {EMBEDDING}: expected finite numbers in float32, got nan at [3, 5]": change_embedding(with_nan),
@@ -366,6 +375,12 @@ BAD = {
     ),
     "tokenizer: expected a chat template (or --model.no-chat-template": change_json(
         "tokenizer_config.json", lambda config: config.pop("chat_template")
+    ),
+    "tokenizer: expected a chat template (or --model.no-chat-template, for prompts as they are), got none": change_json(
+        "tokenizer_config.json", lambda config: config.update(chat_template=[{"name": ["default"], "template": "a"}])
+    ),
+    "tokenizer_config.json, eos_token: expected text that UTF-8 can hold, got '\\ud800'": change_json(
+        "tokenizer_config.json", lambda config: config.update(eos_token="\ud800")
     ),
     "chat template: expected a Jinja program, got": lambda path: (path / "chat_template.jinja").write_text("{% for %}"),
     "model directory: expected one with tokenizer": remove("tokenizer.json"),
@@ -381,3 +396,20 @@ def test_a_bad_directory_ends_in_one_line_exit_code_2_and_no_run(words, tmp_path
     short = ["--schedule.steps", "0", "--evaluation.num-prompts", "1", "--rollout.max-new-tokens", "2"]
     assert refusal(capsys, grpo, ["--model.path", str(path), "--out", str(tmp_path / "runs"), *short]).startswith(words)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("", "chat template: expected text for 1 messages, got an empty text"),
+        ("{{ '\\ud800' }}", "chat template: expected text that UTF-8 can hold, got half of a surrogate pair"),
+    ],
+)
+def test_a_template_that_writes_nothing_to_read_is_refused(source, words, tmp_path):
+    path = write_tiny_directory(tmp_path / "model")
+    (path / "chat_template.jinja").write_text(source, encoding="utf-8")
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        open_pretrained(path).tokenizer.encode_prompt("a")
+    (path / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
+    assert open_pretrained(path).tokenizer.longest_prompt(5) == 5

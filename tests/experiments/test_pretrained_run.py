@@ -150,7 +150,7 @@ def test_an_answer_is_printed_without_control_characters(capsys, monkeypatch):
 )
 def test_sizes_of_a_gguf_file_are_refused_before_anything_is_made_of_them(key, value, wanted, tmp_path, monkeypatch):
     monkeypatch.setitem(METADATA, key, value)
-    with pytest.raises(ValueError, match=f"^gguf, llama.{key}: expected {wanted}, got {value}$"):
+    with pytest.raises(ValueError, match=f"^tiny.gguf, llama.{key}: expected {wanted}, got {value}$"):
         open_pretrained(write_tiny_gguf(tmp_path / "tiny.gguf").path, chat_template=False)
 
 

@@ -25,7 +25,11 @@ class TinyGguf:
 
 
 def write_tiny_gguf(path: Path, *, quantised: bool = True, seed: int = 0, **changes) -> TinyGguf:
-    """Writes the file; `changes` replace `architecture`, `pre` or `merges`, drop (`without`) or add (`extra`) a tensor."""
+    """Writes the file.
+
+    `changes` replace `architecture`, `pre` or `merges`, drop (`without`) or add (`extra`) a tensor. `metadata` has values by
+    key, of the types that Python's have, for any other change; None drops a key. `stored_as` names the type of all matrices.
+    """
     import gguf
     from tokenizers import pre_tokenizers
 
@@ -48,6 +52,10 @@ def write_tiny_gguf(path: Path, *, quantised: bool = True, seed: int = 0, **chan
     writer.add_token_types([3] * len(CONTROL) + [1] * (len(vocabulary) - len(CONTROL)))
     writer.add_token_merges(list(changes.get("merges", MERGES)))
     writer.add_eos_token_id(2)
+    for key, value in changes.get("metadata", {}).items():
+        writer.kv_data[0].pop(key, None)
+        if value is not None:
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     tensors = {}
     for name, shape in shapes.items():
         # Norms around 1, matrices that keep the scale of their input.
@@ -58,6 +66,8 @@ def write_tiny_gguf(path: Path, *, quantised: bool = True, seed: int = 0, **chan
             stored = gguf.quantize(values, kind)
             writer.add_tensor(name, stored, raw_dtype=kind)
             values = gguf.dequantize(stored, kind)
+        elif "stored_as" in changes and not one:
+            writer.add_tensor(name, values.astype(changes["stored_as"]))
         else:
             writer.add_tensor(name, values)
         tensors[name] = values.astype(np.float64)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.extras import import_extra
+from experiments.models.huggingface.files import is_utf8
 from jaxlogp.errors import require
 
 Message = Mapping[str, str]
@@ -60,6 +61,7 @@ class ChatTemplate:
     def _ask(self, expected: str, variables: Mapping[str, Any] | None) -> Any:
         text, error = _PROCESS.ask([self.source, variables])
         require(error is None, "chat template", expected, error)
+        require(text is None or is_utf8(text), "chat template", "text that UTF-8 can hold", "half of a surrogate pair")
         return text
 
 

@@ -154,6 +154,8 @@ def _scaling(parameters: JsonObject) -> RopeScaling | None:
     known = kind in ("default", "linear", "llama3")
     require(known, f"{parameters.place}, rope_type", "default, linear or llama3", repr(kind))
     if kind == "default":
+        named = parameters.has("rope_type") or parameters.has("type") or not parameters.has("factor")
+        require(named, parameters.place, "the key rope_type next to factor", "none")
         return None
     if kind == "linear":
         return LinearScaling(parameters.number("factor"))

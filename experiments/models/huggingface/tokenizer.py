@@ -49,7 +49,11 @@ class PretrainedTokenizer:
 
     def encode_messages(self, messages: Sequence[Message]) -> list[int]:
         """Returns ids of a conversation, up to where the model is to speak; ValueError without a template that takes it."""
-        return self.encode(self._required_template.render(messages))
+        text = self._required_template.render(messages)
+        # A bound on prompts asks for those without content, for which a template may write nothing.
+        is_read = bool(text) or not any(message["content"] for message in messages)
+        require(is_read, "chat template", f"text for {len(messages)} messages", "an empty text")
+        return self.encode(text)
 
     def encode_turns(self, messages: Sequence[Message], turns: Sequence[int]) -> tuple[list[int], list[bool]]:
         """Returns the ids of a whole conversation, and which of them are labels: those of the given turns.
@@ -148,8 +152,8 @@ def _template(path: Path, options: JsonObject, tokens: dict[str, str], *, needed
         return ChatTemplate(read_text(path / "chat_template.jinja"), tokens)
     source = options.values.get("chat_template")
     if isinstance(source, list):
-        named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
-        source = named.get("default")
+        named = [each for each in source if isinstance(each, dict) and each.get("name") == "default"]
+        source = named[-1].get("template") if named else None
     if source is None and not needed:
         return None
     expected = "a chat template (or --model.no-chat-template, for prompts as they are)"

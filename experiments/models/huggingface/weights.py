@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from experiments.extras import import_extra
-from experiments.models.huggingface.files import read_object
+from experiments.models.huggingface.files import MAX_SHOWN, read_object
 from jaxlogp.errors import require
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -69,7 +69,10 @@ def _weight_map(path: Path) -> dict[str, str]:
     for name, file in files.items():
         # A plain name cannot lead out of the directory; links inside of it are how hubs store shards.
         inside = isinstance(file, str) and re.fullmatch(r"[\w-][\w.-]*\.safetensors", file) is not None
-        require(inside, f"{INDEX}, tensor {name}", "the name of a safetensors file of this directory", repr(file))
+        # A name that no file system takes would end in the system's own error.
+        inside = inside and len(file.encode()) <= 255
+        expected = "the name of a safetensors file of this directory"
+        require(inside, f"{INDEX}, tensor {name}", expected, repr(file)[:MAX_SHOWN])
     return dict(files)
 
 
