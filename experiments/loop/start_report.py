@@ -65,18 +65,19 @@ def print_start_report(
             "run folder": str(folder),
         }
     )
-    for warning in told.warnings:
+    for warning in [*told.warnings, *_beyond_context(model, told.longest)]:
         console.warn(warning)
 
 
 class _Facts(NamedTuple):
-    """What is told of a run's data, and how many tokens its largest key-value cache holds."""
+    """What is told of a run's data, and the tokens of its longest document and of its largest key-value cache."""
 
     kind: str
     data: str
     steps: str
     rollout: str | None
     warnings: list[str]
+    longest: int
     cache_slots: int
 
 
@@ -90,7 +91,17 @@ def _document_facts(config: Config, task: SupervisedFile, tokenizer: Tokenizer) 
         f"the longest of {longest:,} tokens"
     )
     passes = "" if schedule.epochs is None else f", at most {schedule.epochs} pass{'es' if schedule.epochs > 1 else ''}"
-    return _Facts("data", data, f"{schedule.steps} of {schedule.docs_per_step} documents each{passes}", None, [], 0)
+    return _Facts(
+        "data", data, f"{schedule.steps} of {schedule.docs_per_step} documents each{passes}", None, [], longest, 0
+    )
+
+
+def _beyond_context(model: ModelSource, longest: int) -> list[str]:
+    """A warning of documents that may be longer than those that the model is made for."""
+    most = None if model.decoder is None else model.decoder.context_length
+    if most is None or longest <= most:
+        return []
+    return [f"documents of up to {longest:,} tokens: the model's files say that it is made for at most {most:,}"]
 
 
 def _rollout_facts(
@@ -121,6 +132,7 @@ def _rollout_facts(
         f"{steps}{f', warm start of at most {warm} steps' if warm else ''}",
         _rollout(config, sizes.completion),
         [*warnings, *([] if long is None else [long]), *_idle_ranks(config, sizes)],
+        sizes.row if config.source is not None else sizes.prompt + sizes.completion,
         _cache_slots(config, sizes, len(held_out)),
     )
 

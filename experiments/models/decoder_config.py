@@ -52,6 +52,7 @@ class DecoderConfig:
         intermediate_size: features inside the gated products.
         num_kv_heads: key-value heads, a divisor of the query heads `num_heads`.
         head_dim: features of one head, even; need not be hidden_size / num_heads.
+        context_length: tokens of the longest document that its files say it is made for; None where they do not say.
         sliding: layers with a window (Mistral, Gemma), or None.
         query_scale: multiplier of the products of queries and keys; None takes 1 / √head_dim.
         attention_softcap: soft cap of the scores, cap · tanh(scores / cap), or None (Gemma 2).
@@ -85,6 +86,7 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    context_length: int | None = None
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     sliding: SlidingLayers | None = None

@@ -117,6 +117,7 @@ def decoder_config(file: GgufFile) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=len(metadata.texts("tokenizer.ggml.tokens")),
         head_dim=head_dim,
+        context_length=metadata.integer(f"{ARCHITECTURE}.context_length"),
         rope_theta=metadata.number(f"{ARCHITECTURE}.rope.freq_base", 10_000.0),
         rope_scaling=_rope_scaling(metadata),
         rms_norm_eps=metadata.number(f"{ARCHITECTURE}.attention.layer_norm_rms_epsilon"),

@@ -7,7 +7,15 @@ import jax
 import pytest
 
 from experiments import evaluate
-from experiments.config import Config, DataConfig, EvaluationConfig, RewardConfig, RolloutConfig, ScheduleConfig
+from experiments.config import (
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    ScheduleConfig,
+)
 from experiments.experience.prompts import held_out_examples
 from experiments.invariant.options import InvarianceConfig
 from experiments.loop import memory
@@ -24,6 +32,7 @@ from experiments.tasks.arithmetic import Addition
 from experiments.tasks.protocol import exact_answers
 from experiments.tasks.rewards import rewards_of
 from tests.experiments.lines import write
+from tests.experiments.tiny_directory import write_tiny_directory
 
 
 def lines(tmp_path, capsys, rewards=None, **changes):
@@ -59,6 +68,17 @@ def test_the_longest_document_is_told_of_because_rows_are_as_long(tmp_path, caps
     _, (data, *_) = lines(tmp_path, capsys, task=f"sft:{path}")
     # The start token, a byte of the completion and an end token.
     assert data.endswith(" held out, the longest of 300,003 tokens")
+
+
+@pytest.mark.parametrize("told, warned", [({"max_position_embeddings": 255}, True), ({}, False)])
+def test_documents_beyond_what_the_model_is_made_for_are_warned_of(tmp_path, capsys, told, warned):
+    path = str(write_tiny_directory(tmp_path / "model", **told))
+    model = ModelConfig(path=path, chat_template=False)
+    rollout = RolloutConfig(max_prompt_tokens=200, max_new_tokens=56)
+    made_for, printed = lines(tmp_path, capsys, task="addition:2", model=model, rollout=rollout)
+    assert made_for.decoder.context_length == 256 - warned
+    words = "documents of up to 256 tokens: the model's files say that it is made for at most 255"
+    assert any(words in line for line in printed) == warned
 
 
 def test_a_state_that_the_devices_of_the_mesh_cannot_hold_is_refused(tmp_path, capsys, monkeypatch):

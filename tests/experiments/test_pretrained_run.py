@@ -178,3 +178,5 @@ def test_a_gguf_file_goes_through_the_same_door(tmp_path):
     assert one.tokenizer.encode(text) == other.tokenizer.encode(text)
     assert one.tokenizer.eos_ids == other.tokenizer.eos_ids
     assert other.config == one.config
+    # Without it, vLLM would serve what transformers takes a Llama to be made for.
+    assert one.config.context_length == json.loads((out / "config.json").read_text())["max_position_embeddings"] == 512

@@ -17,6 +17,7 @@ from jaxlogp.errors import require
 
 MAX_LAYERS = 1000
 DEFAULT_WINDOW = 4096
+CONTEXT = "max_position_embeddings"
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -97,6 +98,7 @@ def decoder_config(file: JsonObject) -> DecoderConfig:
         num_heads=heads,
         num_kv_heads=file.integer("num_key_value_heads", heads),
         head_dim=file.integer("head_dim", family.head_dim or hidden // heads),
+        context_length=file.integer(CONTEXT) if file.has(CONTEXT) else None,
         rope_theta=theta,
         rope_scaling=scaling,
         sliding=_sliding(file, model_type, layers, sliding_theta),
@@ -241,6 +243,8 @@ def _as_family(config: DecoderConfig, model_type: str) -> dict[str, Any]:
     sliding = config.sliding
     if model_type != "llama":
         values["sliding_window"] = None if sliding is None else sliding.window
+    if config.context_length is not None:
+        values[CONTEXT] = config.context_length
     if model_type not in ("llama", "mistral"):
         kinds = (False,) * config.num_layers if sliding is None else sliding.layers
         values["layer_types"] = [SLIDING if each else FULL for each in kinds]
