@@ -2,6 +2,7 @@
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -122,6 +123,24 @@ def test_queued_documents_come_back_with_their_columns():
     before, after = (next(each.rounds(packing)).micro_batch(0) for each in (queue, other))
     np.testing.assert_array_equal(before.per_token["ref_log_probs"], after.per_token["ref_log_probs"])
     assert after.per_token["ref_log_probs"][0, :2].tolist() == columns["ref_log_probs"].tolist()
+
+
+NUMBERS = {
+    "numpy": (np.float32(-0.3), np.float32(2.5), np.int64(7)),
+    "jax": (jnp.float32(-0.3), jnp.float32(2.5), jnp.int32(7)),
+    "of each label": (jnp.float32([-0.3, 0.1]), 2.5, [np.int64(7), np.int64(8)]),
+}
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_queued_documents_keep_numbers_of_numpy_and_jax(kind):
+    """A source that indexes an array of advantages gives such numbers."""
+    advantages, reward, versions = NUMBERS[kind]
+    given = {"advantages": advantages, "reward": reward, "versions": versions}
+    (queued,) = DocumentQueue([Document.of_completion([3], [4, 5], [-0.5, -1.0], **given)]).to_json()
+    (document,) = DocumentQueue.from_json([json.loads(json.dumps(queued))]).documents
+    for name, value in given.items():
+        np.testing.assert_array_equal(np.float32(getattr(document, name)), np.float32(value), err_msg=name)
 
 
 class Counting:
