@@ -175,6 +175,28 @@ def test_nothing_is_known_of_no_computed_document(computed):
     )
 
 
+def test_what_is_known_of_all_documents_by_hand():
+    """Of two, one and no labels; the first has an advantage and a version of each label."""
+    two, one, none = np.array([0, 1, 1], bool), np.array([0, 1], bool), np.array([0, 0], bool)
+    made = [
+        Document(np.int32([5, 6, 7]), two, np.float32([2.0, 4.0]), reward=1.0, versions=np.int32([5, 3])),
+        Document(np.int32([5, 6]), one, -1.0, reward=2.0, versions=7),
+        Document(np.int32([5, 6]), none, np.float32([]), reward=6.0, versions=np.int32([])),
+    ]
+    wanted = {"num_documents": 3, "num_documents_labelled": 2, "num_tokens": 3, "loss_count": 3}
+    wanted |= {"advantage": (3 - 1) / 3, "advantage_labelled": (3 - 1) / 2, "max_advantage": 4.0, "min_advantage": -1.0}
+    wanted |= {"reward_mean": 3.0, "reward_max": 6.0, "reward_min": 1.0}
+    wanted |= {"staleness_mean": (5 + 1 + 8) / 3, "staleness_max": 8.0, "staleness_min": 1.0}
+    computed = {**dict.fromkeys(wanted, 2), "loss_objective": 0.6}
+    found = of_all(computed, made, 3, 8)
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-12)
+    # 0.6 of the two labels of the documents that were computed, of three.
+    assert found["loss_objective"] == pytest.approx(0.4, rel=1e-12)
+    found = of_all({**computed, "loss_objective": 0.0, "loss_count": 0}, made[2:], 0, 8)
+    assert (found["loss_objective"], found["advantage"], found["advantage_labelled"]) == (0.0, 0.0, 0.0)
+    assert (found["max_advantage"], found["min_advantage"]) == (-np.inf, np.inf)
+
+
 WITH_EFFECT = {
     "entropy": Config(loss=LossConfig(entropy_coefficient=0.1)),
     "entropy target": Config(loss=LossConfig(entropy_target=0.1)),

@@ -74,7 +74,7 @@ def test_a_queue_lacks_documents_below_a_number():
 @pytest.mark.bad_input
 def test_an_id_outside_of_the_vocabulary_is_named_where_it_is_packed():
     packing = Packing(2, rows=1, row_length=8, vocab_size=10, pad_id=0)
-    good, bad = (Document.of_completion([3], [token, 5], [0.0, 0.0], advantages=1.0) for token in (9, 10))
+    good, bad = (Document.of_completion([3], ids, [0.0, 0.0], advantages=1.0) for ids in ([9, 5], [10, 11]))
     packing.rounds([good] * 4)
     message = r"^documents: expected token ids in \[0, 10\), got 10 in document 3 of a micro-batch, position 1$"
     with pytest.raises(ValueError, match=message):
