@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments.config import Config, LossConfig, RejectionConfig, validate
-from experiments.learner.computed import COMPUTED, of_all
+from experiments.learner.computed import COMPUTED, has_effect, of_all
 from experiments.loop.assemble import assemble
 from jaxlogp import Document
 from jaxlogp.losses import PRESETS
@@ -195,6 +195,13 @@ def test_what_is_known_of_all_documents_by_hand():
     found = of_all({**computed, "loss_objective": 0.0, "loss_count": 0}, made[2:], 0, 8)
     assert (found["loss_objective"], found["advantage"], found["advantage_labelled"]) == (0.0, 0.0, 0.0)
     assert (found["max_advantage"], found["min_advantage"]) == (-np.inf, np.inf)
+
+
+def test_one_label_with_an_advantage_is_an_effect():
+    labels = np.array([False, True, True])
+    given = ([0.0, 2.0], [-1.0, 0.0], [0.0, 0.0])
+    made = [Document(np.int32([5, 6, 7]), labels, np.float32(advantages)) for advantages in given]
+    assert [has_effect(each) for each in made] == [True, True, False]
 
 
 WITH_EFFECT = {
