@@ -120,6 +120,11 @@ def test_rollouts_are_counted():
     assert twice == {**once, "truncated_completions": 4}
 
 
+def test_completions_of_a_source_that_draws_no_groups_are_counted():
+    counted = RolloutMetrics(completions=4, tokens=10, truncated=1).metrics()
+    assert counted == {"truncated_completions": 1, "truncated_share": 0.25, "completion_length_mean": 2.5}
+
+
 def test_masked_completions_have_no_labels_and_stay_in_their_group():
     plain, masked = (rollouts(mask_truncated=each).next(POLICY).documents for each in (False, True))
     assert [document.num_labels for document in plain[:4]] == [2, 3, 3, 2], "without the option nothing is masked"
