@@ -11,6 +11,7 @@ import pytest
 
 from experiments.config import Config, LossConfig, RejectionConfig, validate
 from experiments.learner.computed import COMPUTED, has_effect, of_all
+from experiments.learner.objectives import CrossEntropy, PolicyObjective
 from experiments.loop.assemble import assemble
 from jaxlogp import Document
 from jaxlogp.losses import PRESETS
@@ -195,6 +196,14 @@ def test_what_is_known_of_all_documents_by_hand():
     found = of_all({**computed, "loss_objective": 0.0, "loss_count": 0}, made[2:], 0, 8)
     assert (found["loss_objective"], found["advantage"], found["advantage_labelled"]) == (0.0, 0.0, 0.0)
     assert (found["max_advantage"], found["min_advantage"]) == (-np.inf, np.inf)
+
+
+def test_a_loss_of_documents_counts_also_those_without_a_label():
+    made = documents(0, 0, SimpleNamespace(version=0))
+    labels = sum(document.num_labels for document in made)
+    for name, wanted in (("dapo", labels), ("gspo", COUNT), ("grpo_paper", COUNT)):
+        assert PolicyObjective(LossConfig(name=name).policy_loss(9), "basic").count(made) == wanted, name
+    assert CrossEntropy().count(made) == labels
 
 
 def test_one_label_with_an_advantage_is_an_effect():
