@@ -117,9 +117,10 @@ def test_the_metric_of_a_step_is_the_largest_distance_under_the_present_paramete
     assert max(map(float, found)) == wanted
 
 
-def test_the_metric_of_rescored_documents_is_their_distance_to_the_sampler():
+@pytest.mark.parametrize("offset", [-0.5, 0.5])
+def test_the_metric_of_rescored_documents_is_their_distance_to_the_sampler(offset):
     """Whatever their age, and whatever the policy says now."""
-    made = documents([4] * 6, sampler_offset=-0.5)
+    made = documents([4] * 6, sampler_offset=offset)
     (each, *_) = rounds_of(made, (SAMPLER_COLUMN,))
     batch = each.micro_batch(0)
     assert float(_drift(jnp.zeros(batch.mask.shape), batch, jnp.int32(SEEN))) == 0.5

@@ -283,6 +283,9 @@ def test_another_number_of_steps_decides_the_rates_from_there_on():
     assert int(state.count) == 4
     # Update 4 of a run of 20: two of eighteen updates after the peak.
     assert math.isclose(rate, 1 - 0.9 * 2 / 18, rel_tol=1e-6)
+    half = OptimizerConfig(**options, final_rate=0.5).optimizer(20)
+    _, _, rate = half.update({"w": jnp.ones(2)}, state._replace(count=jnp.int32(3)), params)
+    assert math.isclose(rate, 1 - 0.5 * 2 / 18, rel_tol=1e-6)
 
 
 @pytest.mark.bad_input
