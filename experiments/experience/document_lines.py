@@ -54,7 +54,7 @@ def format_document(document: Document) -> bytes:
     for name, default in OPTIONAL.items():
         value = getattr(document, name)
         if np.ndim(value):
-            record[name] = (value if name == "versions" else as_float32(name, value)).tolist()
+            record[name] = (np.asarray(value) if name == "versions" else as_float32(name, value)).tolist()
         elif value != default:
             record[name] = int(value) if name == "versions" else float(value)
     if document.support is not None:

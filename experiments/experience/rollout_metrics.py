@@ -106,7 +106,8 @@ class RolloutMetrics:
             names = ("support_ids", "support_mass", "support_narrow", "support_cut")
             support = {name: getattr(self, name) / self.tokens for name in names}
         return {
-            "degenerate_groups": self.degenerate / self.groups,
+            # A source of one's own need not draw groups.
+            **({"degenerate_groups": self.degenerate / self.groups} if self.groups else {}),
             **({} if self.resampled is None else resampled),
             "truncated_completions": self.truncated,
             "truncated_share": self.truncated / self.completions,

@@ -42,9 +42,12 @@ class DocumentQueue:
 
 
 def _to_json(document: Document) -> dict[str, Any]:
-    # A float32 survives the conversion to a Python float and to JSON's shortest form exactly.
-    plain = {field.name: getattr(document, field.name) for field in dataclasses.fields(document) if field.init}
-    values = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in plain.items()}
+    # A float32 survives the conversion to a Python float and to JSON's shortest form exactly. A source of one's own may
+    # have given numbers of NumPy or JAX.
+    apart = ("labels", "support", "columns")
+    names = [field.name for field in dataclasses.fields(document) if field.init and field.name not in apart]
+    plain = {name: getattr(document, name) for name in names}
+    values = {name: value if value is None else np.asarray(value).tolist() for name, value in plain.items()}
     # Label positions are fewer than labels, and numbers in JSON.
     values["labels"] = document.label_positions.tolist()
     support = document.support

@@ -7,7 +7,7 @@ from experiments.sampling.policy import Generation
 
 
 class ScriptedPolicy:
-    """Completes every prompt with the same answers, the first of them greedily, each drawn with log-probs of -0.5."""
+    """Completes every prompt with the same answers, the second of them greedily, each drawn with log-probs of -0.5."""
 
     version = 0
 
@@ -16,7 +16,7 @@ class ScriptedPolicy:
 
     def generate(self, prompts, options, *, copies=1, seed=(), pad_to=None):
         """See `Policy`."""
-        answers = self.answers[: copies - options.greedy_last] + self.answers[: options.greedy_last]
+        answers = self.answers[: copies - options.greedy_last] + self.answers[1 : 1 + options.greedy_last]
         return [self._generation(text, options.max_new_tokens) for text in answers] * len(prompts)
 
     def _generation(self, text, longest):

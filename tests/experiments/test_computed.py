@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from experiments.config import Config, LossConfig, RejectionConfig, validate
-from experiments.learner.computed import COMPUTED, of_all
+from experiments.learner.computed import COMPUTED, has_effect, of_all
+from experiments.learner.objectives import CrossEntropy, PolicyObjective
 from experiments.loop.assemble import assemble
 from jaxlogp import Document
 from jaxlogp.losses import PRESETS
@@ -173,6 +174,43 @@ def test_nothing_is_known_of_no_computed_document(computed):
     assert (found["computed/entropy_labelled"], found["computed/max_ratio_new_old"]) == (
         (0.0, -np.inf) if computed else (None, None)
     )
+
+
+def test_what_is_known_of_all_documents_by_hand():
+    """Of two, one and no labels; the first has an advantage and a version of each label."""
+    two, one, none = np.array([0, 1, 1], bool), np.array([0, 1], bool), np.array([0, 0], bool)
+    made = [
+        Document(np.int32([5, 6, 7]), two, np.float32([2.0, 4.0]), reward=1.0, versions=np.int32([5, 3])),
+        Document(np.int32([5, 6]), one, -1.0, reward=2.0, versions=7),
+        Document(np.int32([5, 6]), none, np.float32([]), reward=6.0, versions=np.int32([])),
+    ]
+    wanted = {"num_documents": 3, "num_documents_labelled": 2, "num_tokens": 3, "loss_count": 3}
+    wanted |= {"advantage": (3 - 1) / 3, "advantage_labelled": (3 - 1) / 2, "max_advantage": 4.0, "min_advantage": -1.0}
+    wanted |= {"reward_mean": 3.0, "reward_max": 6.0, "reward_min": 1.0}
+    wanted |= {"staleness_mean": (5 + 1 + 8) / 3, "staleness_max": 8.0, "staleness_min": 1.0}
+    computed = {**dict.fromkeys(wanted, 2), "loss_objective": 0.6}
+    found = of_all(computed, made, 3, 8)
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-12)
+    # 0.6 of the two labels of the documents that were computed, of three.
+    assert found["loss_objective"] == pytest.approx(0.4, rel=1e-12)
+    found = of_all({**computed, "loss_objective": 0.0, "loss_count": 0}, made[2:], 0, 8)
+    assert (found["loss_objective"], found["advantage"], found["advantage_labelled"]) == (0.0, 0.0, 0.0)
+    assert (found["max_advantage"], found["min_advantage"]) == (-np.inf, np.inf)
+
+
+def test_a_loss_of_documents_counts_also_those_without_a_label():
+    made = documents(0, 0, SimpleNamespace(version=0))
+    labels = sum(document.num_labels for document in made)
+    for name, wanted in (("dapo", labels), ("gspo", COUNT), ("grpo_paper", COUNT)):
+        assert PolicyObjective(LossConfig(name=name).policy_loss(9), "basic").count(made) == wanted, name
+    assert CrossEntropy().count(made) == labels
+
+
+def test_one_label_with_an_advantage_is_an_effect():
+    labels = np.array([False, True, True])
+    given = ([0.0, 2.0], [-1.0, 0.0], [0.0, 0.0])
+    made = [Document(np.int32([5, 6, 7]), labels, np.float32(advantages)) for advantages in given]
+    assert [has_effect(each) for each in made] == [True, True, False]
 
 
 WITH_EFFECT = {

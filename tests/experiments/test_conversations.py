@@ -69,6 +69,12 @@ def test_turns_of_a_conversation(tmp_path, chatml, flags, labels):
     assert [chatml.inner.id_to_token(token) for token in document.tokens[document.labels]] == labels.split()
 
 
+@pytest.mark.parametrize("role", ["system", "tool"])
+def test_turns_of_other_roles_are_context(tmp_path, chatml, role):
+    document = only(load(tmp_path, chatml, {"messages": [{"role": role, "content": "Add"}, USER, ASSISTANT]}))
+    assert [chatml.inner.id_to_token(token) for token in document.tokens[document.labels]] == ["Yo", "<|im_end|>"]
+
+
 def test_the_first_token_is_no_label(tmp_path):
     tokenizer = word_tokenizer("chatml", "{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}")
     document = only(load(tmp_path, tokenizer, {"messages": [ASSISTANT]}))

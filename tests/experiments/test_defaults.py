@@ -53,6 +53,12 @@ def test_a_model_from_disk_has_its_own_learning_rate_and_completions(options, le
     assert (own.resolved().optimizer.learning_rate, own.resolved().rollout.max_new_tokens) == (0.5, 9)
 
 
+@pytest.mark.parametrize("loaded, adapters, rate", [(False, False, 1e-3), (True, False, 2e-5), (True, True, 2e-4)])
+def test_supervised_learning_has_learning_rates_of_its_own(loaded, adapters, rate):
+    resolved = OptimizerConfig().resolved(loaded=loaded, adapters=adapters, supervised=True)
+    assert resolved == OptimizerConfig(learning_rate=rate)
+
+
 @pytest.mark.parametrize("small, engine", [(True, "fixed_order"), (False, "hopper")])
 def test_auto_takes_an_engine_that_every_mesh_supports(monkeypatch, small, engine):
     """72 columns have no tile of hopper's for each of two tensor ranks, and a run may be resumed on them."""

@@ -2,16 +2,19 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from experiments.config import Config, RolloutConfig, ScheduleConfig
 from experiments.learner.drift import END, measure_drift
+from experiments.learner.objectives import _drift
 from experiments.learner.packing import Packing
 from experiments.models.tokenizer import EOS_ID, tokenizer_for
 from experiments.tasks import make_task
 from jaxlogp import Document, VocabShards
 from jaxlogp.head import HeadRun
+from jaxlogp.policy.documents import SAMPLER_COLUMN
 from tests.experiments.stacked import stacked
 
 TOKENIZER = tokenizer_for(make_task("addition:1").alphabet)
@@ -102,6 +105,25 @@ def test_the_worst_token_is_in_a_document_of_the_step_whichever_are_computed():
     made = documents([SEEN] * 6)
     drift = report(made, {SEEN: -0.25}, computes=lambda document: document is not made[0])
     assert drift.metrics(TOKENIZER)["tokens"] == 12 and drift.worst.document == 1
+
+
+@pytest.mark.parametrize(("off", "wanted"), [({SEEN: -0.25}, 0.25), ({SEEN: 0.25}, 0.25), ({SEEN: 0.0}, 0.0)])
+def test_the_metric_of_a_step_is_the_largest_distance_under_the_present_parameters(off, wanted):
+    """Documents of earlier parameters are much further off."""
+    found = []
+    for each in rounds_of(documents([SEEN, 4, SEEN, 4, SEEN, SEEN])):
+        log_probs = computed(each, {4: -5.0, **off})
+        found += [_drift(log_probs[rank], each.micro_batch(rank), jnp.int32(SEEN)) for rank in range(2)]
+    assert max(map(float, found)) == wanted
+
+
+@pytest.mark.parametrize("offset", [-0.5, 0.5])
+def test_the_metric_of_rescored_documents_is_their_distance_to_the_sampler(offset):
+    """Whatever their age, and whatever the policy says now."""
+    made = documents([4] * 6, sampler_offset=offset)
+    (each, *_) = rounds_of(made, (SAMPLER_COLUMN,))
+    batch = each.micro_batch(0)
+    assert float(_drift(jnp.zeros(batch.mask.shape), batch, jnp.int32(SEEN))) == 0.5
 
 
 def test_the_context_begins_after_the_newest_turn():

@@ -141,6 +141,15 @@ def test_a_run_follows_its_target_and_resumes_to_the_same_bits(tmp_path):
     assert train_records(resumed)[-1]["entropy_coefficient"] == records[-1]["entropy_coefficient"]
 
 
+@pytest.mark.parametrize(
+    ("coefficient", "metrics", "wanted"),
+    [(0.0, "basic", False), (0.1, "basic", True), (0.1, "none", True), (0.0, "with_entropy", True)],
+)
+def test_a_bonus_or_metrics_need_the_entropies(coefficient, metrics, wanted):
+    loss = LossConfig(entropy_coefficient=coefficient).policy_loss(LENGTH)
+    assert PolicyObjective(loss, metrics).with_entropy is wanted
+
+
 def test_options_reach_the_rule():
     assert LossConfig().entropy_control() is None and LossConfig(entropy_coefficient=0.1).entropy_control() is None
     assert LossConfig(entropy_target=0.2).entropy_control() == EntropyControl(0.2, 0.0, 0.005, 1.0)

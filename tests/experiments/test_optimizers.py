@@ -179,6 +179,15 @@ def test_the_global_norm_is_clipped_before_everything():
     np.testing.assert_allclose(first, second, rtol=1e-6)  # a norm of four equal numbers and a division more
 
 
+def test_the_norm_is_that_of_the_option():
+    params, huge = {"w": jnp.zeros(4)}, {"w": jnp.full(4, 1e6)}
+    optimizer = OptimizerConfig(learning_rate=1.0, max_grad_norm=2.0).optimizer(1)
+    _, state, _ = optimizer.update(huge, optimizer.init(params), params)
+    # Of a gradient of ones, whose norm is 2: 1 - b1 and 1 - b2 of it and of its square.
+    moments = [leaf for leaf in jax.tree.leaves(state.inner) if leaf.shape == (4,)]
+    np.testing.assert_allclose(moments, [[0.1] * 4, [0.01] * 4], rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_the_state_is_split_like_the_parameters(name):
     mesh = make_mesh(MeshSpec(tensor=2))
@@ -219,6 +228,28 @@ def test_bf16_parameters_are_a_rounded_copy_of_what_is_trained(name):
         np.testing.assert_array_equal(mine, other.astype(jnp.bfloat16))
 
 
+OPTIONS = {
+    "adamw": {"b1": {"norm", "layers"}, "b2": {"norm", "layers"}},
+    "adafactor": {"momentum": {"norm", "layers"}},
+    "muon": {"b1": {"norm"}, "b2": {"norm"}, "momentum": {"layers"}},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_changes_the_parameters_that_it_is_for(name):
+    wide, *gradients = (jax.tree.map(lambda x: x.astype(jnp.float32), few(seed)) for seed in range(3))
+
+    def after(**options):
+        config = OptimizerConfig(name=name, learning_rate=1e-2, warmup_steps=0, **options)
+        return run(config.optimizer(4), wide, gradients)[0]
+
+    plain = after()
+    for option, wanted in (OPTIONS[name] | {"weight_decay": {"norm", "layers"}}).items():
+        new = after(**{option: 0.5})
+        same = {part: jax.tree.map(np.array_equal, new[part], plain[part]) for part in new}
+        assert {part for part in same if not all(jax.tree.leaves(same[part]))} == wanted, option
+
+
 @pytest.mark.parametrize(
     ("schedule", "final", "expected"),
     [
@@ -252,6 +283,9 @@ def test_another_number_of_steps_decides_the_rates_from_there_on():
     assert int(state.count) == 4
     # Update 4 of a run of 20: two of eighteen updates after the peak.
     assert math.isclose(rate, 1 - 0.9 * 2 / 18, rel_tol=1e-6)
+    half = OptimizerConfig(**options, final_rate=0.5).optimizer(20)
+    _, _, rate = half.update({"w": jnp.ones(2)}, state._replace(count=jnp.int32(3)), params)
+    assert math.isclose(rate, 1 - 0.5 * 2 / 18, rel_tol=1e-6)
 
 
 @pytest.mark.bad_input

@@ -2,13 +2,19 @@
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from experiments.experience.experience import Experience
+from experiments.experience.own_source import SourceFailed
+from experiments.experience.rollout_metrics import RolloutMetrics
 from experiments.learner.packing import Packing
 from experiments.loop.feed import DocumentFeed
 from experiments.loop.queue import DocumentQueue
+from experiments.refusal import NotFinite, Refusal
+from experiments.tasks.protocol import TaskFailed
+from experiments.tasks.rewards import RewardFailed
 from jaxlogp import Document, DocumentSchedule
 from tests.experiments.stacked import stacked
 
@@ -73,7 +79,7 @@ def test_a_queue_lacks_documents_below_a_number():
 @pytest.mark.bad_input
 def test_an_id_outside_of_the_vocabulary_is_named_where_it_is_packed():
     packing = Packing(2, rows=1, row_length=8, vocab_size=10, pad_id=0)
-    good, bad = (Document.of_completion([3], [token, 5], [0.0, 0.0], advantages=1.0) for token in (9, 10))
+    good, bad = (Document.of_completion([3], ids, [0.0, 0.0], advantages=1.0) for ids in ([9, 5], [10, 11]))
     packing.rounds([good] * 4)
     message = r"^documents: expected token ids in \[0, 10\), got 10 in document 3 of a micro-batch, position 1$"
     with pytest.raises(ValueError, match=message):
@@ -124,6 +130,25 @@ def test_queued_documents_come_back_with_their_columns():
     assert after.per_token["ref_log_probs"][0, :2].tolist() == columns["ref_log_probs"].tolist()
 
 
+NUMBERS = {
+    "numpy": (np.float32(-0.3), np.float32(2.5), np.int64(7)),
+    "jax": (jnp.float32(-0.3), jnp.float32(2.5), jnp.int32(7)),
+    "of each label": (jnp.float32([-0.3, 0.1]), 2.5, [np.int64(7), np.int64(8)]),
+}
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_queued_documents_keep_numbers_of_numpy_and_jax(kind):
+    """A source that indexes an array of advantages gives such numbers."""
+    advantages, reward, versions = NUMBERS[kind]
+    given = {"advantages": advantages, "reward": reward, "versions": versions}
+    given["old_log_probs"] = np.float32([-2 / 3, -1 / 3])
+    (queued,) = DocumentQueue([Document.of_completion([3], [4, 5], [-0.5, -1.0], **given)]).to_json()
+    (document,) = DocumentQueue.from_json([json.loads(json.dumps(queued))]).documents
+    for name, value in given.items():
+        np.testing.assert_array_equal(np.float32(getattr(document, name)), np.float32(value), err_msg=name)
+
+
 class Counting:
     """A source of six numbered documents a call."""
 
@@ -131,7 +156,7 @@ class Counting:
 
     def next(self, policy):
         self.calls += 1
-        return Experience(tuple(documents(6, 6 * (self.calls - 1))))
+        return Experience(tuple(documents(6, 6 * (self.calls - 1))), RolloutMetrics(groups=2))
 
     def state(self):
         return {"calls": self.calls}
@@ -140,9 +165,10 @@ class Counting:
         self.calls = state["calls"]
 
 
-def feed():
+def feed(number=4, source=None, **options):
     packing = Packing(1, rows=2, row_length=4, vocab_size=999, pad_id=0)
-    return DocumentFeed(Counting(), packing, 4, exact=True, rescore=False, epochs=3, seed=5)
+    options = {"exact": True, "rescore": False, "epochs": 3, "seed": 5} | options
+    return DocumentFeed(source or Counting(), packing, number, **options)
 
 
 def numbers_of(taken):
@@ -156,9 +182,70 @@ def test_several_passes_over_a_rollout_have_orders_of_their_own_and_resume():
     passes = np.reshape(steps, (6, 6))
     assert [sorted(each) for each in passes.tolist()] == [list(range(6))] * 3 + [list(range(6, 12))] * 3
     assert len({tuple(each % 6) for each in passes}) == 6, "each pass is in an order of its own"
+    assert numbers_of(feed(seed=6).take(None)) != steps[0], "and each seed"
     for stop in (1, 4, 5):
         begun, resumed = feed(), feed()
         for _ in range(stop):
             begun.take(None)
         resumed.restore(json.loads(json.dumps(begun.state())))
         assert [numbers_of(resumed.take(None)) for _ in range(9 - stop)] == steps[stop:]
+
+
+@pytest.mark.parametrize(("number", "exact", "wanted"), [(3, True, 3), (3, False, 4), (8, True, 8), (9, False, 12)])
+def test_a_step_ends_at_the_number_or_with_its_micro_batch(number, exact, wanted):
+    """A micro-batch has room for four documents, a rollout has six; what was drawn for the step is counted."""
+    taken = feed(number, exact=exact, epochs=1).take(None)
+    assert numbers_of(taken) == list(range(wanted)) and taken.counts.groups == (2 if number == 3 else 4)
+
+
+class Failing(Counting):
+    """Its second call fails, and then no other does."""
+
+    def __init__(self, failure):
+        self.failure = failure
+
+    def next(self, policy):
+        experience, failure = super().next(policy), self.failure
+        if self.calls == 2 and failure is not None:
+            self.failure = None
+            if isinstance(failure, Refusal):
+                return Experience((), RolloutMetrics(groups=1), failure)
+            raise failure
+        return experience
+
+
+@pytest.mark.parametrize("failure", [RewardFailed("broken"), SourceFailed("broken"), TaskFailed("broken")], ids=repr)
+def test_a_call_that_fails_has_taken_nothing_of_the_data(failure):
+    broken = feed(20, Failing(failure))
+    before = broken.state()
+    with pytest.raises(type(failure), match="^broken$"):
+        broken.take(None)
+    assert broken.state() == before
+    assert numbers_of(broken.take(None)) == numbers_of(feed(20).take(None))
+
+
+def test_a_refused_rollout_refuses_its_step_and_what_waits_is_kept():
+    refused = feed(10, Failing(Refusal("not finite")), epochs=1)
+    taken = refused.take(None)
+    assert (taken.documents, taken.refusal, taken.counts.groups) == ((), Refusal("not finite"), 3)
+    assert numbers_of(refused.take(None)) == [*range(6), *range(12, 16)]
+
+
+class Scoring:
+    """A policy whose old log-probs are finite at the second call."""
+
+    calls = 0
+
+    def log_probs(self, given):
+        self.calls += 1
+        if self.calls == 1:
+            raise NotFinite(Refusal("log-probs not finite"))
+        return [np.float32([-0.25])] * len(given)
+
+
+def test_old_log_probs_are_the_policys_where_it_scores_and_refuse_a_step_where_they_are_not_finite():
+    scored, policy = feed(6, rescore=True, epochs=1), Scoring()
+    assert scored.take(policy).refusal == Refusal("log-probs not finite")
+    taken = scored.take(policy)
+    assert numbers_of(taken) == list(range(6, 12))
+    assert [each.old_log_probs.tolist() for each in taken.documents] == [[-0.25]] * 6

@@ -232,6 +232,22 @@ def test_an_advantage_of_each_label_is_kept():
     np.testing.assert_array_equal(marked.advantages, [0.0, -3.0])
 
 
+REFUSED = {
+    "share 0 of clip_cov": (lambda: ClipCov(0.0), r"^cov_share: expected a number in \(0, 1\], got 0.0$"),
+    "share 0 of kl_cov": (lambda: KlCov(0.0), r"^cov_share: expected a number in \(0, 1\], got 0.0$"),
+    "percent": (lambda: KlCov(2.0), r"^cov_share: expected a number in \(0, 1\], got 2.0$"),
+    "nothing between": (lambda: ClipCov(cov_low=5.0), r"^cov_low: expected a number below cov_high = 5.0, got 5.0$"),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("name", REFUSED)
+def test_options_that_choose_nothing_or_more_than_all_are_refused(name):
+    make, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
 def test_an_algorithm_brings_its_choice():
     assert LossConfig().selection() is None and LossConfig(name="clip_cov").selection() == ClipCov(2e-4, 1.0, 5.0)
     assert LossConfig(name="kl_cov", cov_share=0.01).selection() == KlCov(0.01)

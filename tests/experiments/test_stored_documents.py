@@ -105,6 +105,13 @@ def test_values_of_other_dtypes_are_read_as_fp32(tmp_path, suffix):
     assert bits(found.old_log_probs) == bits(np.array([-0.5, -0.25], np.float32)) and found.advantages == 1.0
 
 
+@FORMATS
+def test_versions_may_be_a_list(tmp_path, suffix):
+    document = Document(np.array([5, 6, 7]), np.array([False, True, True]), versions=[3, 4])
+    write_documents(path := tmp_path / f"a.{suffix}", [document, document])
+    assert [each.versions.tolist() for each in read_documents(path)[0]] == [[3, 4], [3, 4]]
+
+
 def test_arrays_of_other_systems(tmp_path):
     arrays = {
         "tokens": np.array([5, 6, 7, 8, 9], np.int64),

@@ -13,7 +13,7 @@ from experiments.sampling.options import SamplingOptions
 from experiments.sampling.policy import SamplerPolicy, Samplers
 from experiments.sampling.sampler import Samples
 from experiments.tasks import Rewards, RewardTerm, make_task
-from jaxlogp import pack_documents, policy_loss
+from jaxlogp import Support, pack_documents, policy_loss
 from jaxlogp.losses import grpo, grpo_paper
 from tests.experiments.scripted import ScriptedPolicy
 
@@ -70,12 +70,12 @@ def test_a_stop_text_ends_a_completion_at_the_token_that_completes_it():
 @pytest.mark.parametrize(
     "advantages, expected",
     [
-        ("greedy_baseline", [0.0, 1.0, 1.5, 0.0]), ("length_weighted", [-3 / 7, 4 / 7, 15 / 14, -3 / 7]),
+        ("greedy_baseline", [-1.0, 0.0, 0.5, -1.0]), ("length_weighted", [-3 / 7, 4 / 7, 15 / 14, -3 / 7]),
         ("leave_one_out", [-5 / 6, 0.5, 7 / 6, -5 / 6]),
     ],
 )  # fmt: skip
 def test_advantages_are_those_of_the_algorithm(advantages, expected):
-    """Rewards are 1.5, 2.5, 3 (masked) and 1.5, of 2, 3 and 2 labels; the greedy completion is the first answer."""
+    """Rewards are 1.5, 2.5, 3 (masked) and 1.5, of 2, 3 and 2 labels; the greedy completion is the second answer."""
     documents = rollouts(advantages, mask_truncated=True).next(POLICY).documents
     # Differences of numbers below 4 and a quotient, in fp32.
     np.testing.assert_allclose([each.advantages for each in documents], 2 * expected, rtol=0.0, atol=1e-6)
@@ -120,6 +120,11 @@ def test_rollouts_are_counted():
     assert twice == {**once, "truncated_completions": 4}
 
 
+def test_completions_of_a_source_that_draws_no_groups_are_counted():
+    counted = RolloutMetrics(completions=4, tokens=10, truncated=1).metrics()
+    assert counted == {"truncated_completions": 1, "truncated_share": 0.25, "completion_length_mean": 2.5}
+
+
 def test_masked_completions_have_no_labels_and_stay_in_their_group():
     plain, masked = (rollouts(mask_truncated=each).next(POLICY).documents for each in (False, True))
     assert [document.num_labels for document in plain[:4]] == [2, 3, 3, 2], "without the option nothing is masked"
@@ -130,6 +135,32 @@ def test_masked_completions_have_no_labels_and_stay_in_their_group():
         assert other.tokens.tolist() == one.tokens[: len(one.tokens) - one.num_labels if cut else None].tolist()
     # Rewards 1.5, 2.5, 3.0, 1.5 of each group: the masked one is part of the mean 2.125.
     np.testing.assert_allclose([document.advantages for document in masked[:4]], [-0.625, 0.375, 0.875, -0.625])
+
+
+class Recording(ScriptedPolicy):
+    """Draws every token but the last of an answer from two ids, not from all that it should, and the first from half."""
+
+    version = 7
+
+    def _generation(self, text, longest):
+        drawn = super()._generation(text, longest)
+        rows, last = drawn.ids.tolist(), np.arange(drawn.ids.size) == drawn.ids.size - 1
+        support = Support.from_lists(
+            [[token] if end else [token, token + 1] for token, end in zip(rows, last, strict=True)]
+        )
+        return drawn._replace(support=support, cut=~last, mass=np.float32([0.5, *[0.95] * (len(rows) - 1)]))
+
+
+def test_supports_are_counted_by_the_token_and_documents_keep_those_of_their_labels():
+    """Of answers of 2, 3, 3 (masked) and 2 tokens."""
+    source, policy = rollouts(mask_truncated=True), Recording(TOKENIZER, ANSWERS)
+    first, second = source.next(policy), source.next(policy)
+    wanted = {"support_ids": 1.6, "support_mass": 0.77, "support_narrow": 0.4, "support_cut": 0.6}
+    for counts in (first.counts, first.counts + second.counts):
+        values = counts.metrics()
+        assert {name: values[name] for name in wanted} == pytest.approx(wanted, rel=1e-6)
+    assert [each.support.counts.tolist() for each in first.documents[:4]] == [[2, 1], [2, 2, 1], [], [2, 1]]
+    assert {each.versions for each in first.documents} == {7}
 
 
 def sums(documents, loss):

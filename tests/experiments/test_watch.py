@@ -1,6 +1,7 @@
 """Warnings of steps that teach nothing and of spikes, and drawing further prompts where groups have no difference."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
@@ -50,6 +51,13 @@ def test_one_group_with_a_difference_is_enough():
     assert list(warnings_of(rollouts(reward=reward), 7)) == [6]
 
 
+def test_after_a_step_that_teaches_the_next_warning_comes_as_early_as_the_first():
+    same, other = (RolloutMetrics(groups=2, degenerate=number, completions=4) for number in (2, 1))
+    watch = StepMonitor(GuardsConfig(), 3)
+    steps = [*[same] * 10, other, *[same] * 5]
+    assert [step for step, counts in enumerate(steps, 1) if watch.warnings(step, {}, counts)] == [5, 10, 16]
+
+
 def test_many_truncated_completions_are_warned_of_at_once_and_then_less_often():
     counts = RolloutMetrics(groups=2, completions=10, truncated=3)
     watch = StepMonitor(GuardsConfig(), 7)
@@ -83,6 +91,19 @@ def test_a_warning_says_what_is_the_same(name, monkeypatch):
     assert warning.endswith(f" ({words})")
 
 
+def test_a_cause_is_one_of_all_draws_of_a_step():
+    """Each draw for itself has one reward alone."""
+    one, other = (
+        RolloutMetrics(groups=2, degenerate=2, completions=4, lowest=reward, highest=reward, rewards={"odd": reward})
+        for reward in (0.0, 1.0)
+    )
+    for both in (RolloutMetrics() + one + other, other + one):
+        assert both.why_no_signal(3) == "within each group rewards are equal"
+        assert both.metrics()["reward/odd"] == 1 / 8 and both.metrics()["degenerate_groups"] == 1.0
+    some = dataclasses.replace(one, unfit=1, empty=3, truncated=3)
+    assert some.why_no_signal(3) == "every reward is 0"
+
+
 def test_an_answer_in_characters_that_the_model_lacks_does_not_fit():
     example = TASK.example(0, "train")
     assert fits_completion(TOKENIZER, example, 3)
@@ -103,6 +124,10 @@ def test_a_spike_is_a_multiple_of_the_median_before_it():
         assert before is not norms, "a checkpoint may still be written of the former"
     assert norms == [float(norm) for norm in range(100 - WINDOW, 100)]
     assert over_median([0.0] * 9, 1.0) is None
+    for norm in (float("nan"), float("inf")):
+        assert with_norm([1.0, 2.0], norm) == [1.0, 2.0], "no median could be taken of it"
+    values = {"grad_norm": 21.0, "grad_norm_over_median": 10.5}
+    assert StepMonitor(GuardsConfig(spike_factor=0.0), 3).warnings(1, values, RolloutMetrics()) == []
 
 
 def differs_for(prompts):
@@ -146,3 +171,14 @@ def test_the_bound_is_kept_and_groups_without_a_difference_fill_the_rest():
     assert [document.advantages != 0.0 for document in documents] == [True] * 2 + [False] * 6
     assert values["resampled_rollouts"] == 2 and values["filled_groups"] == 3
     assert values["degenerate_groups"] == 11 / 12
+
+
+def test_at_the_end_of_the_data_no_further_prompts_are_asked_for():
+    """Of six prompts, four and two are drawn."""
+    six = SimpleNamespace(num_examples=lambda split: 6, example=TASK.example)
+    made = rollouts(task=six, epochs=1, resample_degenerate=True, max_resamples=4)
+    drawn = made.next(POLICY)
+    values = drawn.counts.metrics()
+    assert len(drawn.documents) == PROMPTS * COPIES and made.state()["cursor"] == 6
+    assert (values["resampled_rollouts"], values["filled_groups"], drawn.counts.groups) == (1, PROMPTS, 6)
+    assert made.next(POLICY) is None
