@@ -9,6 +9,7 @@ import functools
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -176,6 +177,42 @@ def verl_policy_loss(case, mode, reduction, config, weights=None, mask=None):
     mask = given.mask if mask is None else mask
     options = {"loss_agg_mode": reduction, "config": config, "rollout_is_weights": weights}
     return log_probs, function(given.old, log_probs, advantages, mask, **options)[0]
+
+
+class TotalVariation:
+    """An objective of one's own: that of verl's `dppo_tv`, with its bound 0.2 on the change of a probability."""
+
+    def value(self, log_ratio, log_prob, advantages):
+        prob, ratio = jnp.exp(log_prob), jnp.minimum(jnp.exp(log_ratio), 20.0)
+        change = prob - jnp.exp(log_prob - log_ratio)
+        within = jnp.where(advantages > 0, change <= 0.2, change >= -0.2)
+        return jax.lax.stop_gradient(jnp.where(within, ratio, 0.0)) * advantages * log_prob
+
+    def clipped(self, ratio):
+        return ratio > 20.0
+
+
+class DirectRewards:
+    """The same of `dro`, with its β 0.3."""
+
+    def value(self, log_ratio, log_prob, advantages):
+        return log_prob * advantages - 0.15 * jnp.square(log_ratio)
+
+    def clipped(self, ratio):
+        return jnp.zeros_like(ratio, dtype=bool)
+
+
+@pytest.mark.parametrize(
+    "mode, options, objective",
+    [
+        ("dppo_tv", {"clip_ratio_c": 20.0}, TotalVariation()),
+        ("dro", {"policy_loss": SimpleNamespace(dro_beta=0.3)}, DirectRewards()),
+    ],
+)
+def test_a_loss_of_verl_that_is_not_here_is_an_objective_of_ones_own(mode, options, objective):
+    case = case_of()
+    log_probs, theirs = verl_policy_loss(case, mode, MEAN, VerlConfig(**options))
+    require_same(ours(case, jaxlogp.PolicyLoss(mode, objective=objective)), theirs, log_probs, ROUNDING)
 
 
 @pytest.mark.parametrize("share", [2e-4, 0.2, 1.0])
