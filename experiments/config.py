@@ -100,8 +100,9 @@ class Config:
         rollout, completions = self.rollout, self.rollout.prompts_per_rollout * self.rollout.num_generations
         schedule = self.schedule.resolved(own_source=self.source is not None, supervised=self.supervised)
         if rollout.rescore is None:
-            # 0 documents a step takes a whole rollout.
+            # 0 documents a step takes a whole rollout. What other sources give need not be drawn with present parameters.
             several = schedule.epochs_per_rollout > 1 or schedule.docs_per_step % completions != 0
+            several = several and self.source is None
             rescore = (self.reads_sampler or several) and not self.supervised
             rollout = replace(rollout, rescore=rescore)
         warm_start = self.warm_start

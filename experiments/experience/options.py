@@ -99,7 +99,8 @@ class RolloutConfig:
     rescore: bool | None = None
     """Take old log-probs from a forward pass of the trainer with the parameters that sampled, instead of from the sampler.
     Ratios are then free of the drift between sampler and trainer, which stays a metric.
-    None: only if a rollout feeds more than one step, or a correction or rejection compares the two.
+    Documents of --source that bring old log-probs keep them.
+    None: only if a correction or rejection compares the two, or, without --source, a rollout feeds more than one step.
     It feeds several if --schedule.docs-per-step is no multiple of its completions, or in several passes over it."""
     resample_degenerate: bool = False
     """Sample further prompts until a rollout has its number of groups whose rewards differ (dynamic sampling, DAPO).

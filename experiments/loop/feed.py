@@ -35,7 +35,7 @@ class DocumentFeed:
     """Asks a source for documents, step by step.
 
     `docs_per_step` documents complete a step; 0 takes one call of the source, whole. An `exact` step ends there, any other
-    with the micro-batch that reaches the number. `rescore` takes the trainer's old log-probs instead of the sampler's. Each
+    with the micro-batch that reaches the number. `rescore` gives documents without old log-probs those of the trainer. Each
     document is trained on `epochs` times; above 1, each time in a new order from `seed`.
     """
 
@@ -99,10 +99,11 @@ class DocumentFeed:
         return counts, None
 
     def _rescored(self, documents: Sequence[Document], policy: Policy) -> Sequence[Document]:
-        if not self._rescore:
+        unscored = [each for each in documents if each.old_log_probs is None] if self._rescore else []
+        if not unscored:
             return documents
-        pairs = zip(documents, policy.log_probs(documents), strict=True)
-        return [replace(document, old_log_probs=log_probs) for document, log_probs in pairs]
+        scores = iter(policy.log_probs(unscored))
+        return [replace(each, old_log_probs=next(scores)) if each.old_log_probs is None else each for each in documents]
 
     def _repeated(self, documents: Sequence[Document]) -> Sequence[Document]:
         if self._epochs == 1:

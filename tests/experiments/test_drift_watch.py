@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.config import Config, RolloutConfig, ScheduleConfig
+from experiments.config import Config, CorrectionConfig, RolloutConfig, ScheduleConfig
 from experiments.learner.drift import END, measure_drift
 from experiments.learner.objectives import _drift
 from experiments.learner.packing import Packing
@@ -157,3 +157,8 @@ def test_old_log_probs_are_rescored_where_a_rollout_feeds_several_steps(docs, ex
     assert config.resolved().rollout.rescore is expected
     named = dataclasses.replace(config, rollout=RolloutConfig(64, 8, rescore=not expected))
     assert named.resolved().rollout.rescore is not expected
+    # An older policy may have drawn what is stored.
+    stored = dataclasses.replace(config, source="stored:documents.jsonl")
+    assert stored.resolved().rollout.rescore is False
+    corrected = dataclasses.replace(stored, correction=CorrectionConfig(level="token"))
+    assert corrected.resolved().rollout.rescore is True

@@ -1,5 +1,6 @@
 """Documents that wait in one queue, and rounds of them that are dealt to data ranks."""
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -243,9 +244,21 @@ class Scoring:
         return [np.float32([-0.25])] * len(given)
 
 
+class WithOldLogProbs(Counting):
+    """Every second document brings old log-probs."""
+
+    def next(self, policy):
+        experience = super().next(policy)
+        given = [dataclasses.replace(each, old_log_probs=np.float32([-0.5])) for each in experience.documents[::2]]
+        pairs = zip(given, experience.documents[1::2], strict=True)
+        return dataclasses.replace(experience, documents=tuple(each for pair in pairs for each in pair))
+
+
 def test_old_log_probs_are_the_policys_where_it_scores_and_refuse_a_step_where_they_are_not_finite():
     scored, policy = feed(6, rescore=True, epochs=1), Scoring()
     assert scored.take(policy).refusal == Refusal("log-probs not finite")
     taken = scored.take(policy)
     assert numbers_of(taken) == list(range(6, 12))
     assert [each.old_log_probs.tolist() for each in taken.documents] == [[-0.25]] * 6
+    own = feed(6, WithOldLogProbs(), rescore=True, epochs=1).take(policy)
+    assert [each.old_log_probs.tolist() for each in own.documents] == [[-0.5], [-0.25]] * 3
