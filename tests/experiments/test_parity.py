@@ -4,16 +4,20 @@ python -m pytest -m parity tests/experiments/test_parity.py
 """
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import jinja2
 import numpy as np
 import pytest
 from flax import nnx
 
 from experiments.loop.load import load_model
+from experiments.models.huggingface.chat_template import ChatTemplate
 from experiments.models.huggingface.export import export
 from experiments.models.huggingface.own_tokenizers import pretrained_form
+from experiments.models.huggingface.turn_spans import render_turns
 from experiments.models.parameters import abstract_decoder
 from experiments.models.pretrained import open_pretrained, small_files
 from experiments.models.tokenizer import ByteTokenizer, CharTokenizer
@@ -23,6 +27,9 @@ from tests.experiments.tiny_directory import CONFIGS, VOCAB, decoder_on_disk, wr
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
 transformers = pytest.importorskip("transformers", reason="the extra parity is not installed")
+chat_template_utils = pytest.importorskip(
+    "transformers.utils.chat_template_utils", reason="the extra parity is not installed"
+)
 torch = pytest.importorskip("torch", reason="the extra parity is not installed")
 
 TOKENS = np.random.RandomState(2).randint(0, VOCAB, (3, 24)).astype(np.int32)
@@ -99,6 +106,57 @@ def test_prompts_are_those_of_transformers(tmp_path):
     assert ours.encode_messages(messages) == wanted
     # Without the first, a special token that generation_config.json has among those that end an answer.
     assert ours.decode(wanted[1:8]) == reference.decode(wanted[1:8], skip_special_tokens=True) == "2 + 2 ="
+
+
+CONVERSATION = [
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "It is 4."},
+    {"role": "user", "content": " And 3 + é?\n"},
+    {"role": "assistant", "content": "6."},
+]
+
+
+def test_published_templates_are_rendered_as_by_transformers_and_their_marks_are_followed():
+    """Those that TRL has of some 30 models, but for those that ask for the day, which is not told here."""
+    trl = pytest.importorskip("trl", reason="the extra parity is not installed")
+    sources = {path.stem: path.read_text() for path in (Path(trl.__file__).parent / "chat_templates").glob("*.jinja")}
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    system = {"role": "system", "content": "Be brief."}
+    differing, marked = [], 0
+    for name, source in sources.items():
+        if "strftime_now" in source:
+            continue
+        for messages in (CONVERSATION, [system, *CONVERSATION]):
+            for to_answer in (True, False):
+                given = messages[:-1] if to_answer else messages
+                wanted, marks = render_in_transformers(given, source, to_answer, tokens)
+                if rendered(source, tokens, given, to_answer) != wanted:
+                    differing.append((name, len(given)))
+            turns = [number for number, each in enumerate(messages) if each["role"] == "assistant"]
+            # Several marks for a turn are refused here.
+            if len(marks) == len(turns):
+                marked += 1
+                _, spans = render_turns(ChatTemplate(source, tokens), messages, turns)
+                if [tuple(span) for span in spans] != marks:
+                    differing.append((name, "marks"))
+    assert differing == [] and len(sources) > 60 and marked > 40
+
+
+def render_in_transformers(messages, source, to_answer, tokens):
+    """The text and the marks of a template; None and none if it refuses the messages."""
+    options = {"add_generation_prompt": to_answer, "return_assistant_tokens_mask": True, **tokens}
+    try:
+        texts, marks = chat_template_utils.render_jinja_template([messages], chat_template=source, **options)
+    except jinja2.exceptions.TemplateError:
+        return None, []
+    return texts[0], marks[0]
+
+
+def rendered(source, tokens, messages, to_answer):
+    try:
+        return ChatTemplate(source, tokens).render(messages, to_answer=to_answer)
+    except ValueError:
+        return None
 
 
 @pytest.mark.parametrize("tokenizer", [CharTokenizer("0123456789+="), ByteTokenizer()])
