@@ -223,7 +223,7 @@ class OptimizerConfig:
     momentum: Annotated[float | None, DECAY] = None
     """muon, adafactor: decay of the momentum. None: 0.95 for muon, no momentum for adafactor."""
     weight_decay: Annotated[float, AtLeast(0.0)] = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay, of every parameter: norms and biases too."""
     max_grad_norm: Annotated[float, Positive()] = 1.0
     """Global gradient norm above which the gradient is scaled down."""
 
