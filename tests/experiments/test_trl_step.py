@@ -43,23 +43,25 @@ def model_of(directory):
     return transformers.AutoModelForCausalLM.from_pretrained(directory, **options)
 
 
-def log_probs_of(model, texts):
-    """Of every completion, each read alone, in rows that end in padding."""
+def read_by(model, texts):
+    """Log-probs and entropies of every completion, each read alone, in rows that end in padding."""
     rows = []
     for prompt, completion in texts:
         ids = torch.tensor(np.concatenate([prompt, completion]))
-        logits = model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1]
-        of_tokens = torch.log_softmax(logits, dim=-1).gather(1, ids[len(prompt) :, None])[:, 0]
-        rows.append(torch.nn.functional.pad(of_tokens, (0, max(COMPLETIONS) - len(of_tokens))))
-    return torch.stack(rows)
+        all_log_probs = torch.log_softmax(model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1], dim=-1)
+        log_probs = all_log_probs.gather(1, ids[len(prompt) :, None])[:, 0]
+        both = torch.stack([log_probs, -(all_log_probs.exp() * all_log_probs).sum(-1)])
+        rows.append(torch.nn.functional.pad(both, (0, max(COMPLETIONS) - len(completion))))
+    return torch.stack(rows, dim=1)
 
 
 def their_gradient(directory, texts, old, advantages, options):
     """By names of tensors, after the clip of their global norm, with the loss."""
     model = model_of(directory)
     mask = torch.tensor(np.arange(max(COMPLETIONS)) < np.array(COMPLETIONS)[:, None]).float()
-    case = SimpleNamespace(mask=mask, old=old, advantages=torch.tensor(advantages), ref=None, entropy=mask)
-    loss = trl_loss(log_probs_of(model, texts), case, **options)
+    log_probs, entropy = read_by(model, texts)
+    case = SimpleNamespace(mask=mask, old=old, advantages=torch.tensor(advantages), ref=None, entropy=entropy)
+    loss = trl_loss(log_probs, case, **options)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     return loss.item(), {name: each.grad.numpy() for name, each in model.named_parameters()}
@@ -99,7 +101,7 @@ def tensors_of(directory):
 @pytest.mark.parametrize(
     "family, options, loss, mesh",
     [
-        ("qwen3", {"loss_type": "dapo"}, {"name": "grpo"}, ""),
+        ("qwen3", {"loss_type": "dapo", "entropy_coef": 0.05}, {"name": "grpo", "entropy_coefficient": 0.05}, ""),
         ("llama3", {"loss_type": "grpo"}, {"name": "grpo_paper"}, "data=2"),
         (
             "gemma2",
@@ -115,7 +117,7 @@ def test_the_gradient_of_a_step_is_that_of_trl(tmp_path, family, options, loss, 
     texts, rng = prompts_and_completions(), np.random.default_rng(1)
     advantages = rng.normal(size=len(texts)).astype(np.float32)
     with torch.no_grad():
-        now = log_probs_of(model_of(directory), texts)
+        now, _ = read_by(model_of(directory), texts)
     # Drawn by an older policy: ratios on both sides of the bounds.
     old = torch.clamp(now + torch.tensor(rng.normal(0.0, 0.3, now.shape), dtype=torch.float32), max=-1e-3)
     documents = [
@@ -124,7 +126,7 @@ def test_the_gradient_of_a_step_is_that_of_trl(tmp_path, family, options, loss, 
     ]
     wanted_loss, wanted = their_gradient(directory, texts, old, advantages, options)
     found_loss, found = our_gradient(tmp_path, directory, documents, loss, mesh)
-    # A mean of numbers of at most 2 |A|.
+    # A mean of numbers of at most 2 |A|, and of small ones.
     assert abs(found_loss - wanted_loss) <= ROUNDING * 2 * np.abs(advantages).max()
     assert found.keys() == wanted.keys()
     norm = np.sqrt(sum(np.square(each).sum() for each in wanted.values()))
