@@ -400,6 +400,15 @@ def test_staleness_is_subtracted_as_integers(jitted):
     }
 
 
+def test_under_jit_counters_may_have_any_integer_dtypes():
+    versions = np.array([100, 90], np.int8)
+    for seen in (200, np.int16(200), np.int64(200), jnp.int32(200)):
+        metrics = jax.jit(lambda versions, seen=seen: staleness_terms(seen, versions))(versions).finish()
+        assert float(metrics["staleness_max"]) == 110.0, type(seen)
+    metrics = jax.jit(staleness_terms)(np.int16(200), versions).finish()
+    assert float(metrics["staleness_mean"]) == 105.0
+
+
 def test_staleness_per_label_counts_labels():
     """Documents of 1 and 3 labels, under weights 94 and 94, 92, 94 documents old; per document it would be 93.67."""
     versions = np.array([[6, 6, 0], [6, 8, 6]], np.int32)
