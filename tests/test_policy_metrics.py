@@ -207,6 +207,9 @@ def test_what_stops_the_gradient_is_counted_by_side():
         documents = {"document_ids": np.zeros((1, 8), np.int32), "num_documents": 1}
         metrics = policy_metrics(*given, loss=loss, **documents)
         assert (float(metrics["stopped_low_fraction"]), float(metrics["stopped_high_fraction"])) == (low / 8, high / 8)
+    # The gradient of a log-ratio beyond `MAX_LOG_RATIO` is 0, although the objective has a slope there.
+    far = policy_metrics(np.float32([29.0, 31.0]), np.zeros(2, np.float32), np.float32([-1, -1]), loss=grpo())
+    assert float(far["stopped_high_fraction"]) == 0.5
 
 
 def test_the_names_by_level():
