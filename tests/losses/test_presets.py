@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxlogp import losses
-from jaxlogp.losses import PRESETS, Clipped, PolicyLoss, policy_loss, register_loss
+from jaxlogp.losses import PRESETS, Clipped, LogLikelihood, PolicyLoss, policy_loss, register_loss
 from jaxlogp.policy.metrics import policy_metrics
 from tests import oracle
 from tests.losses.policy_case import DOCUMENTS, ERROR, SHAPE, case, expected_gradient, scaled_error, sum_error
@@ -391,3 +391,8 @@ def test_documents_without_advantages_add_to_the_count_alone(name):
         {"drift_coefficient": 1.0},
     )
     assert not any(dataclasses.replace(loss, **part).vanishes_without_advantage for part in parts)
+
+
+def test_a_label_that_is_impossible_has_an_infinite_log_likelihood_unless_its_advantage_is_0():
+    log_prob, advantages = np.full(3, -np.inf, np.float32), np.float32([1, -1, 0])
+    assert LogLikelihood().value(log_prob, log_prob, advantages).tolist() == [-np.inf, np.inf, 0.0]
