@@ -1,6 +1,7 @@
 """The array type of arguments, the dtype of computations, and ids as int32."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,16 @@ AnyArray = jax.Array | np.ndarray
 def compute_dtype(*values: Float[AnyArray, "..."]) -> jnp.dtype:
     """float64 if any of the values is, otherwise float32: sums and exponentials never run in 16 bits."""
     return jnp.dtype(jnp.float64 if any(jnp.result_type(x) == jnp.float64 for x in values) else jnp.float32)
+
+
+def hold_python_numbers(options: Any) -> None:
+    """Replaces scalars of NumPy in the fields of a frozen dataclass: with x64 one of float64 would widen fp32 arrays."""
+    for name, value in list(vars(options).items()):
+        if isinstance(value, tuple):
+            plain = tuple(x.item() if isinstance(x, np.generic) else x for x in value)
+        else:
+            plain = value.item() if isinstance(value, np.generic) else value
+        object.__setattr__(options, name, plain)
 
 
 def as_int32(ids: int | np.integer | Integer[AnyArray, "*shape"]) -> Int[Array, "*shape"]:

@@ -299,6 +299,10 @@ def test_finished_steps_have_no_methods_of_a_tuple():
             {"a": np.zeros(1, np.float32), "b": np.zeros(3, np.float32)},
             "expected leaves ['a'] [2], got leaves ['a'] [1]",
         ),
+        (
+            {"a": np.zeros(2, np.float32), "b": np.zeros(3, np.float32), "c": np.zeros(1, np.float32)},
+            "expected no other leaves, got leaves ['c'] [1]",
+        ),
     ],
 )
 def test_sums_of_another_tree_are_refused_in_a_sentence(gradients, message):
@@ -340,6 +344,12 @@ def test_a_step_ends_with_the_micro_batch_that_reaches_the_target():
     exact = DocumentSchedule(docs_per_step=6).collect(local, padding=PADDING)
     assert counts_of(exact) == [(3,), (3,)] and exact.num_documents == 6 and not exact.exhausted
     assert type(exact.num_documents) is int
+
+
+def test_one_stream_may_hold_the_stacked_micro_batches_of_all_ranks():
+    stacked = jax.tree.map(lambda *parts: np.stack(parts), batch_of(3), batch_of(0), batch_of(2))
+    step = DocumentSchedule(docs_per_step=6).collect([iter([stacked] * 3)], padding=PADDING)
+    assert len(step.micro_batches) == 2 and step.num_documents == 10
 
 
 def test_documents_of_all_local_ranks_count_together_and_empty_ranks_do_not_matter():
@@ -401,11 +411,12 @@ def test_the_wait_for_the_data_is_measured():
         yield batch_of(1)
         threading.Event().wait(0.05)
         yield batch_of(1)
+        yield batch_of(1)
 
     local = [slow()]
-    schedule = DocumentSchedule(docs_per_step=1)
-    quick = schedule.collect(local, padding=PADDING).data_wait_seconds
-    waited = schedule.collect(local, padding=PADDING).data_wait_seconds
+    quick = DocumentSchedule(docs_per_step=1).collect(local, padding=PADDING).data_wait_seconds
+    # That of every micro-batch, not that of the last one alone.
+    waited = DocumentSchedule(docs_per_step=2).collect(local, padding=PADDING).data_wait_seconds
     assert 0.0 <= quick < 0.04 < waited < 5.0
 
 

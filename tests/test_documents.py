@@ -254,6 +254,10 @@ def test_supports_are_packed_at_the_positions_that_predict():
     batch, rest = pack_documents(documents, rows=2, row_length=6, support_capacity=8)
     assert rest == tuple(documents[1:]) and batch.num_documents == 1
     assert batch.support.counts.sum() == 4 and batch.support.ids.tolist() == [2, 3, 8, 9, -1, -1, -1, -1]
+    batch, rest = pack_documents(documents[:2], rows=1, row_length=7, support_capacity=11)
+    assert not rest and batch.support.ids[-1] == 9
+    batch, rest = pack_documents(documents[:1], rows=1, row_length=6, support_capacity=4)
+    assert not rest and batch.support.ids.tolist() == [2, 3, 8, 9]
     empty, _ = pack_documents([], rows=1, row_length=4, support_capacity=2)
     assert empty.support.ids.tolist() == [-1, -1] and not empty.support.counts.any()
 
@@ -310,6 +314,7 @@ BAD_DOCUMENTS = {
     "support.ids": {"support": Support.from_lists([[2], [3]], capacity=3)},
     "support.ids ": {"support": Support.from_lists([[2], [4, 5]])},
     "support.ids  ": {"support": Support(np.array([2, 3, 3]), np.array([1, 2]))},
+    "support.ids   ": {"support": Support(np.array([2, -1, 3]), np.array([2, 1]))},
 }
 
 
@@ -340,11 +345,15 @@ BAD_CALLS = {
     "log_probs": lambda: Document.of_completion([1], [2, 3], [-0.5]),
     "log_probs ": lambda: Trajectory([1]).add_drawn([2, 3], [-0.5]),
     "ids": lambda: Trajectory().add_drawn([2], [-0.5]),
+    "ids ": lambda: Trajectory([1]).add_context([2, -100]),
+    "ids  ": lambda: Trajectory([1, 2**31]),
     "support": lambda: half_recorded(),
     "support.counts": lambda: Document.of_completion([1], [2, 3], support=Support.from_lists([[3]])),
     "rows": lambda: pack_documents([], rows=0, row_length=4),
     "row_length": lambda: pack_documents([], rows=1, row_length=0),
     "pad_id": lambda: pack_documents([], rows=1, row_length=4, pad_id=-1),
+    "pad_id ": lambda: pack_documents([], rows=1, row_length=4, pad_id=2**31),
+    "columns": lambda: pack_documents([document(4)], rows=1, row_length=4, columns=("lse",)),
     "support_capacity": lambda: pack_documents([], rows=1, row_length=4, support_capacity=0),
     "documents": lambda: pack_documents([recorded([2, 3])], rows=1, row_length=4),
     "documents ": lambda: pack_documents([document(3)], rows=1, row_length=4, support_capacity=9),

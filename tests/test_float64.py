@@ -10,6 +10,7 @@ import pytest
 import jaxlogp
 from jaxlogp import log_probs_from_logits
 from jaxlogp._reduce import masked_max, masked_mean
+from jaxlogp.losses import Clipped, Correction, PolicyLoss, Rejection, StopGradientWeight
 
 
 @pytest.mark.bad_input
@@ -49,6 +50,50 @@ def test_losses_reductions_and_metrics_keep_float64():
         )
         for name, (actual, value) in found.items():
             assert actual.dtype == np.float64 and abs(float(actual) - value) < 1e-14, name
+
+
+OPTIONS = {
+    "clipped": lambda x: {"objective": Clipped(x(0.2), x(0.3), x(3.0))},
+    "stop_gradient_weight": lambda x: {"objective": StopGradientWeight(x(2.0), x(0.5))},
+    "log_clip": lambda x: {"ratio": "sequence", "log_clip": (x(0.1), x(0.2)), "grad_divisor": x(4.0)},
+    "correction": lambda x: {"correction": Correction(kind="mask", low=x(0.5), high=x(2.0))},
+    "rejection": lambda x: {"rejection": Rejection(token=(x(0.5), x(2.0)), veto=x(0.1), k3=x(0.5), negative_kl=x(0.1))},
+    "coefficients": lambda x: {f"{part}_coefficient": x(0.1) for part in ("kl", "entropy", "z_loss", "drift")},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("scalar", [np.float64, np.float32])
+def test_a_loss_of_fp32_stays_fp32_whatever_scalars_its_options_are(name, scalar):
+    """As those of `np.linspace` are: with x64 a NumPy scalar of float64 makes float64 of an fp32 array."""
+    new, old = np.log(np.float32([[0.5, 0.3], [0.2, 0.9]])), np.log(np.float32([[0.4, 0.3], [0.3, 0.8]]))
+    further = {"entropy": -new, "lse": new, "ref_log_probs": old, "penalized": new > old, "sampler_log_probs": old}
+
+    def value(number):
+        loss = PolicyLoss(name, **OPTIONS[name](number))
+        return jaxlogp.policy_loss(new, old, np.float32([1, -1]), loss=loss, **further).mean()
+
+    with jax.enable_x64(True):
+        seen = value(scalar)
+        assert seen.dtype == np.float32 and seen == value(lambda x: float(scalar(x)))
+
+
+@pytest.mark.parametrize("scalar", [np.float64, np.float32])
+def test_advantages_and_punishments_of_fp32_stay_fp32_whatever_scalars_their_options_are(scalar):
+    rewards, lengths = np.float32([[1, 0, 0.5]]), np.array([[3, 5, 9]])
+    calls = {
+        "group": lambda x: jaxlogp.group_advantages(rewards, epsilon=x(1e-3)).advantages,
+        "batch": lambda x: jaxlogp.batch_advantages(rewards, lengths=lengths, epsilon=x(1e-3)).advantages,
+        "overlong": lambda x: jaxlogp.soft_overlong_punishment(lengths, max_length=8, buffer=4, factor=x(0.3)),
+        "clip_cov": lambda x: jaxlogp.clip_cov_advantages(
+            -rewards, rewards, key=jax.random.key(0), share=x(0.5), low=x(-9.0), high=x(9.0)
+        ),
+    }
+    with jax.enable_x64(True):
+        for name, call in calls.items():
+            seen = call(scalar)
+            assert seen.dtype == np.float32, name
+            np.testing.assert_array_equal(seen, call(lambda x: float(scalar(x))), err_msg=name)
 
 
 @pytest.mark.parametrize("engine", ["reference", "chunked", "fixed_order", "support"])

@@ -42,7 +42,10 @@ def another_when_traced_by(*tracers):
 
 
 BROKEN = {
-    "the batch": (lambda h, w, t: exact(h, w, t) + jnp.sum(h) * 0 + len(t) * 1e-3, {"one token", "every token twice"}),
+    "the batch": (
+        lambda h, w, t: exact(h, w, t) + jnp.sum(h) * 0 + len(t) * 1e-3,
+        {"one token", "every token twice", "others NaN"},
+    ),
     "the position": (
         lambda h, w, t: exact(h, w, t) + jnp.arange(len(t), dtype=jnp.float32) * 1e-3,
         {"reversed", "zeros before"},

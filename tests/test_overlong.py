@@ -39,6 +39,7 @@ BAD = {
     "lengths": lambda: soft_overlong_punishment([1], max_length=3, buffer=1),
     "lengths ": lambda: soft_overlong_punishment(np.float32([1]), max_length=3, buffer=1),
     "lengths  ": lambda: soft_overlong_punishment(-LENGTHS, max_length=3, buffer=1),
+    "lengths   ": lambda: soft_overlong_punishment(np.array([2**31]), max_length=3, buffer=1),
     "max_length": lambda: soft_overlong_punishment(LENGTHS, max_length=0, buffer=0),
     "buffer": lambda: soft_overlong_punishment(LENGTHS, max_length=3, buffer=4),
     "buffer ": lambda: soft_overlong_punishment(LENGTHS, max_length=3, buffer=True),

@@ -207,6 +207,9 @@ def test_what_stops_the_gradient_is_counted_by_side():
         documents = {"document_ids": np.zeros((1, 8), np.int32), "num_documents": 1}
         metrics = policy_metrics(*given, loss=loss, **documents)
         assert (float(metrics["stopped_low_fraction"]), float(metrics["stopped_high_fraction"])) == (low / 8, high / 8)
+    # The gradient of a log-ratio beyond `MAX_LOG_RATIO` is 0, although the objective has a slope there.
+    far = policy_metrics(np.float32([29.0, 31.0]), np.zeros(2, np.float32), np.float32([-1, -1]), loss=grpo())
+    assert float(far["stopped_high_fraction"]) == 0.5
 
 
 def test_the_names_by_level():
@@ -398,6 +401,15 @@ def test_staleness_is_subtracted_as_integers(jitted):
         "staleness_min": 1.0,
         "num_stalenesses": 2.0,
     }
+
+
+def test_under_jit_counters_may_have_any_integer_dtypes():
+    versions = np.array([100, 90], np.int8)
+    for seen in (200, np.int16(200), np.int64(200), jnp.int32(200)):
+        metrics = jax.jit(lambda versions, seen=seen: staleness_terms(seen, versions))(versions).finish()
+        assert float(metrics["staleness_max"]) == 110.0, type(seen)
+    metrics = jax.jit(staleness_terms)(np.int16(200), versions).finish()
+    assert float(metrics["staleness_mean"]) == 105.0
 
 
 def test_staleness_per_label_counts_labels():

@@ -118,6 +118,22 @@ def test_grad_divisor_changes_the_gradient_and_not_the_value():
         value, gradient = jax.value_and_grad(functools.partial(mean, divisor=divisor))(values)
         assert float(value) == 3.0
         np.testing.assert_allclose(gradient, np.full(3, slope), rtol=1e-6)  # one fp32 division
+        nothing = jax.grad(lambda x, divisor=divisor: WeightedSum(x, jnp.int32(0), divisor).mean())
+        assert float(nothing(jnp.float32(1.0))) == 0.0
+
+
+@pytest.mark.bad_input
+def test_a_count_that_overflows_over_all_ranks_is_refused():
+    """Each of eight ranks has 2^29 elements, and an int32 count holds fewer than 2^31."""
+    count = over_data(functools.partial(masked_count, axis_name="data"))
+    assert jax.eval_shape(count, jax.ShapeDtypeStruct((2**30,), np.bool_)).dtype == np.int32
+    with pytest.raises(ValueError, match="^mask: expected at most 2147483647 elements over all ranks"):
+        jax.eval_shape(count, jax.ShapeDtypeStruct((2**32,), np.bool_))
+
+
+@pytest.mark.parametrize("reduction", [masked_sum, masked_mean, masked_max, masked_min])
+def test_values_of_16_bits_are_reduced_in_fp32(reduction):
+    assert reduction(jnp.asarray([1.0, 2.0], jnp.bfloat16)).dtype == jnp.float32
 
 
 @pytest.mark.bad_input

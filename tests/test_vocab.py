@@ -51,6 +51,8 @@ def test_aligned_shards_of_the_vocabulary_of_qwen():
     assert VocabShards.aligned(1000, 3, 16).widths == (336, 336, 328)
     # 3 · 512 rows of the first shards would be more than there are.
     assert VocabShards.aligned(1500, 4) == VocabShards.even(1500, 4)
+    # Two shards of 256 rows leave none for the third.
+    assert VocabShards.aligned(512, 3) == VocabShards.even(512, 3)
 
 
 def test_explicit_uneven_ranges():

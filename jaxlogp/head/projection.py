@@ -12,10 +12,10 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from jaxlogp._arrays import hold_python_numbers
 from jaxlogp.errors import describe, is_number, require, require_positive
 
 
@@ -52,10 +52,8 @@ class HeadSpec:
         require(ok, "logit_scale", expected, describe(self.logit_scale))
         if self.softcap is not None:
             require_positive(self.softcap, "softcap")
-        for name in ("temperature", "logit_scale", "softcap"):
-            if isinstance(getattr(self, name), np.generic):
-                object.__setattr__(self, name, getattr(self, name).item())
         require(isinstance(self.fp32_head, bool), "fp32_head", "True or False", describe(self.fp32_head))
+        hold_python_numbers(self)
 
     def keywords(self) -> dict[str, Any]:
         """Returns the fields by name, as keyword arguments of :func:`jaxlogp.linear_log_probs` and its siblings."""

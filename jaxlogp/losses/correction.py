@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from jaxlogp._arrays import AnyArray, compute_dtype
+from jaxlogp._arrays import AnyArray, compute_dtype, hold_python_numbers
 from jaxlogp._reduce import WeightedSum
 from jaxlogp.errors import describe, is_number, require
 from jaxlogp.losses.documents import DocumentLayout, document_layout, with_rows
@@ -76,6 +76,7 @@ class Correction:
         ok = self.kind == "mask" or self.low == 0.0
         require(ok, "low", "0 for kind 'truncate', which has no lower bound", self.low)
         require(isinstance(self.normalize, bool), "normalize", "a bool", repr(self.normalize))
+        hold_python_numbers(self)
 
     @property
     def needs_documents(self) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from jaxlogp._arrays import AnyArray, compute_dtype
+from jaxlogp._arrays import AnyArray, compute_dtype, hold_python_numbers
 from jaxlogp._reduce import WeightedSum
 from jaxlogp.errors import describe, is_number, is_positive_integer, require
 from jaxlogp.losses import reductions
@@ -145,6 +145,7 @@ class PolicyLoss:
         if self.grad_divisor is not None:
             good = is_number(self.grad_divisor) and 0 < self.grad_divisor < math.inf
             require(good, "grad_divisor", "a finite Python number above 0", repr(self.grad_divisor))
+        hold_python_numbers(self)
 
     @property
     def needs_documents(self) -> bool:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jaxlogp._arrays import AnyArray
+from jaxlogp._arrays import AnyArray, hold_python_numbers
 from jaxlogp.errors import is_number, require
 
 
@@ -105,6 +105,7 @@ class Clipped(_Vanishing):
         require(good, "epsilon_high", "a number of at least 0", repr(high))
         good = delta is None or is_number(delta) and 1.0 < delta < math.inf
         require(good, "delta", "a finite number above 1", repr(delta))
+        hold_python_numbers(self)
 
     @property
     def low(self) -> float:
@@ -164,6 +165,7 @@ class StopGradientWeight(_Vanishing):
         _require_above_0("max_weight", self.max_weight)
         good = is_number(self.min_weight) and 0.0 <= self.min_weight <= self.max_weight
         require(good, "min_weight", f"a number in [0, max_weight = {self.max_weight}]", repr(self.min_weight))
+        hold_python_numbers(self)
 
     def value(
         self,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxlogp._arrays import AnyArray
+from jaxlogp._arrays import AnyArray, hold_python_numbers
 from jaxlogp.errors import is_number, require
 from jaxlogp.losses.correction import LEVELS, bounded_weight, check_bounds, ratios_at
 from jaxlogp.losses.documents import DocumentLayout
@@ -105,6 +105,7 @@ class Rejection:
         require(isinstance(self.keep_denominator, bool), "keep_denominator", "a bool", repr(self.keep_denominator))
         rules = *LEVELS, "veto", *KL_ESTIMATORS, "negative_kl", "probability_gap"
         require(any(getattr(self, name) is not None for name in rules), "rejection", f"one of {rules}", "no rule")
+        hold_python_numbers(self)
 
     @property
     def needs_documents(self) -> bool:

@@ -78,7 +78,7 @@ def group_advantages(
         (Lite PPO), arXiv:2508.08221.
     """
     require(scale_rewards in SCALE_REWARDS, "scale_rewards", f"one of {SCALE_REWARDS}", repr(scale_rewards))
-    _check_epsilon(epsilon)
+    epsilon = _check_epsilon(epsilon)
     groups = _groups(rewards, group_ids)
     rewards = _wide(rewards)
     degenerate = groups.max(rewards) == groups.min(rewards)
@@ -164,7 +164,7 @@ def batch_advantages(
     References:
         REINFORCE++, arXiv:2501.03262.
     """
-    _check_epsilon(epsilon)
+    epsilon = _check_epsilon(epsilon)
     require_flags(baseline=baseline)
     groups = _groups(rewards, group_ids)
     wide = _wide(rewards)
@@ -383,9 +383,11 @@ def _offset(least: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.where(jnp.isinf(least), 0.0, least)
 
 
-def _check_epsilon(epsilon: float) -> None:
+def _check_epsilon(epsilon: float) -> float:
+    """Returns epsilon as a number of Python: with x64 a NumPy scalar of float64 would widen fp32 advantages."""
     ok = is_number(epsilon) and 0.0 <= epsilon < math.inf
     require(ok, "epsilon", "a finite Python number of at least 0", describe(epsilon))
+    return float(epsilon)
 
 
 def _check_finite(values: Float[AnyArray, "..."], argument: str) -> None:

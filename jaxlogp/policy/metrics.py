@@ -423,12 +423,10 @@ def staleness_terms(
     mask = labels_of(mask, model_versions.shape)
     check_arrays({}, mask)
     require(model_versions.shape == mask.shape, "model_versions", f"shape {mask.shape} of mask", model_versions.shape)
-    versions_dtype = model_versions.dtype
     good = isinstance(documents_seen, int) or is_array(documents_seen) and jnp.issubdtype(documents_seen.dtype, signed)
     good = good and not isinstance(documents_seen, bool)
     require(good, "documents_seen", "a signed integer", describe(documents_seen))
     require(np.ndim(documents_seen) == 0, "documents_seen", "one number", describe(documents_seen))
-    seen_dtype = versions_dtype if isinstance(documents_seen, int) else documents_seen.dtype
     if is_concrete(documents_seen, model_versions, mask):
         staleness = np.int64(documents_seen) - np.asarray(model_versions, dtype=np.int64)
         bad = np.asarray(mask) & (staleness < 0)
@@ -436,8 +434,11 @@ def staleness_terms(
         require(not bad.any(), "model_versions", f"at most documents_seen = {documents_seen}", newest)
         staleness = jnp.asarray(staleness.astype(np.float32))
     else:
-        dtype = jnp.promote_types(seen_dtype, versions_dtype)
-        staleness = jnp.asarray(documents_seen, dtype) - jnp.asarray(model_versions, dtype)
+        # At least int32, so that versions of a narrow dtype do not wrap; int64 only with x64.
+        widest = np.result_type(np.int32, model_versions.dtype, getattr(documents_seen, "dtype", np.int64))
+        dtype = jax.dtypes.canonicalize_dtype(widest)
+        seen = int(documents_seen) if is_concrete(documents_seen) else documents_seen
+        staleness = jnp.asarray(seen, dtype) - jnp.asarray(model_versions, dtype)
         staleness = staleness.astype(jnp.float32)
     return _statistics("staleness", "num_stalenesses", staleness, jnp.asarray(mask))
 

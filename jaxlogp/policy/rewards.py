@@ -45,4 +45,4 @@ def soft_overlong_punishment(
     require(good, "factor", "a finite number of at least 0", describe(factor))
     beyond = as_int32(lengths) - (max_length - buffer)
     share = beyond.astype(jnp.float32) / buffer if buffer > 0 else (beyond > 0).astype(jnp.float32)
-    return 0.0 - factor * jnp.clip(share, 0.0, 1.0)
+    return 0.0 - float(factor) * jnp.clip(share, 0.0, 1.0)

@@ -177,7 +177,7 @@ def clip_cov_advantages(
     require(is_number(low) and is_number(high) and low < high, "low", f"a number below high = {high}", describe(low))
     mask = labels_of(mask, shape_of(log_probs, "log_probs"))
     covariances = label_covariances(log_probs, advantages, mask)
-    candidates = mask & (covariances > low) & (covariances < high)
+    candidates = mask & (covariances > float(low)) & (covariances < float(high))
     drawn = _first(jax.random.uniform(key, candidates.shape), candidates, _number(mask, share))
     return _kept(advantages_of_tokens(advantages, mask), mask & ~drawn)
 
@@ -220,7 +220,7 @@ def _check_share(share: float) -> None:
 def _number(mask: Bool[AnyArray, "*tokens"], share: float) -> Array:
     """Returns this share of the labels, rounded down, but at least 1."""
     count = jnp.sum(flat(mask), dtype=jnp.int32)
-    return jnp.maximum(jnp.floor(share * count.astype(jnp.float32)), 1.0).astype(jnp.int32)
+    return jnp.maximum(jnp.floor(float(share) * count.astype(jnp.float32)), 1.0).astype(jnp.int32)
 
 
 def _first(

@@ -26,6 +26,12 @@ def test_every_form_gives_the_same_support(form):
     assert rows.counts.tolist() == [[1, 0], [2, 1]] and rows.ids.tolist() == support.ids.tolist()
 
 
+def test_neighbours_may_have_the_same_ids_and_parts_their_padding():
+    first, second = Support.from_lists([[7], [3, 9]], capacity=8), Support.from_lists([[9], [9, 11]])
+    both = Support.concatenate([first, second])
+    assert both.counts.tolist() == [1, 2, 1, 2] and both.ids.tolist() == [7, 3, 9, 9, 9, 11]
+
+
 def test_counts_keep_their_shape():
     assert Support.from_counts(np.array([[1, 0], [2, 1]]), IDS).counts.shape == (2, 2)
 

@@ -79,3 +79,5 @@ def test_segments_are_summed_by_the_tree_and_others_dropped():
         mine = values[segments == segment]
         wanted = np.asarray(fold_tree(jnp.asarray(mine), jnp.add)) if len(mine) else np.zeros(3, np.float32)
         assert found[segment].tobytes() == wanted.tobytes(), segment
+    # No segment from the end of the table, where the last row has no value of its own.
+    assert not np.asarray(segment_tree_sum(values, segments, 4))[3].any()

@@ -43,6 +43,12 @@ def test_every_shard_owns_whole_granules(vocab, size):
     assert -(-int(widths.max()) // tile) * tile <= 1.1 * widths.max() + 16
 
 
+def test_tiles_of_known_vocabularies():
+    """A tile is part of the arithmetic: with other columns stored results would have other bits."""
+    order = ReductionOrder()
+    assert [order.tile(vocab) for vocab in (1000, 32_000, 128_256, 262_144)] == [48, 672, 896, 912]
+
+
 def test_the_identity_survives_a_configuration_file():
     order = ReductionOrder(granules=8, vocab_tile=256, row_block=64, dtype="bfloat16")
     assert ReductionOrder.from_dict(order.to_dict()) == order

@@ -87,6 +87,13 @@ def test_bad_input_names_the_argument_and_what_was_seen(name):
     assert message.startswith(f"{argument}: expected ") and seen in message.partition(", got ")[2], message
 
 
+def test_log_probs_above_0_by_the_rounding_of_their_dtype_are_good():
+    for dtype, value in ((jnp.bfloat16, 0.25), (jnp.float32, 7e-6)):
+        policy_loss(**GOOD | {"old_log_probs": np.full(SHAPE, value, dtype)})
+    # The mean of a step in which every weight is 0.
+    policy_loss(**GOOD | {"mean_weight": 0.0, "labels_per_document": 0})
+
+
 def test_the_good_arguments_are_good():
     """The control: nothing else is wrong with the arguments above."""
     assert int(policy_loss(**GOOD).count) == DOCUMENTS

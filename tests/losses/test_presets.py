@@ -1,6 +1,7 @@
 """The preset losses: values by hand, slopes in float64, pairs that must coincide, and a custom loss."""
 
 import dataclasses
+import functools
 import inspect
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxlogp import losses
-from jaxlogp.losses import PRESETS, Clipped, PolicyLoss, policy_loss, register_loss
+from jaxlogp.losses import PRESETS, Clipped, LogLikelihood, PolicyLoss, policy_loss, register_loss
 from jaxlogp.policy.metrics import policy_metrics
 from tests import oracle
 from tests.losses.policy_case import DOCUMENTS, ERROR, SHAPE, case, expected_gradient, scaled_error, sum_error
@@ -389,5 +390,19 @@ def test_documents_without_advantages_add_to_the_count_alone(name):
         {"entropy_coefficient": 0.1},
         {"z_loss_coefficient": 0.1},
         {"drift_coefficient": 1.0},
+        {"rejection": losses.Rejection(token=(0.5, 2.0))},
     )
     assert not any(dataclasses.replace(loss, **part).vanishes_without_advantage for part in parts)
+
+
+def test_a_label_that_is_impossible_has_an_infinite_log_likelihood_unless_its_advantage_is_0():
+    log_prob, advantages = np.full(3, -np.inf, np.float32), np.float32([1, -1, 0])
+    assert LogLikelihood().value(log_prob, log_prob, advantages).tolist() == [-np.inf, np.inf, 0.0]
+
+
+def test_the_gradient_passes_at_delta_and_not_beyond():
+    at = float(jnp.exp(jnp.float32(1.0)))
+    below = float(np.nextafter(np.float32(at), np.float32(0.0)))
+    for delta, slope in ((at, -at), (below, 0.0)):
+        value = functools.partial(Clipped(delta=delta).value, log_prob=jnp.float32(0.0), advantages=jnp.float32(-1.0))
+        assert float(jax.grad(value)(jnp.float32(1.0))) == np.float32(slope)

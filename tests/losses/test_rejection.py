@@ -15,6 +15,7 @@ from jaxlogp import losses, sharded_linear_policy_loss
 from jaxlogp.head import record_head_runs
 from jaxlogp.losses import PRESETS, Correction, Rejection, grpo, grpo_paper, gspo, policy_loss
 from jaxlogp.policy.accumulate import StepSums
+from jaxlogp.policy.metrics import LIMITS, policy_metrics
 from tests.head import policy_problem
 from tests.losses.correction_case import Oracle, loss_of, rejected_by, sampler, spread, weights_of
 from tests.losses.policy_case import DOCUMENTS, ERROR, SHAPE, case, expected_count, scaled_error
@@ -142,6 +143,36 @@ def test_strictly_on_policy_nothing_is_rejected():
         options = given_to(grpo(rejection=rule), given)
         result = policy_loss(given.new, None, given.advantages, given.mask, **options)
         assert int(result.count) == given.mask.sum()
+
+
+def test_equal_policies_pass_the_tightest_bounds():
+    """A bound is the last value that stays, and a weight of exactly 1 is within every one."""
+    one, zero = dict.fromkeys(("token", "sequence", "geometric"), (1.0, 1.0)), dict.fromkeys(("k1", "k2", "k3"), 0.0)
+    rule = Rejection(**one, **zero, veto=1.0, negative_kl=0.0, probability_gap=0.0)
+    log_probs, advantages = np.full((2, 4), -0.5, np.float32), np.float32([1, -1])
+    for kind, low in (("truncate", 0.0), ("mask", 1.0)):
+        loss = grpo(rejection=rule, correction=Correction(kind=kind, low=low, high=1.0))
+        given = log_probs, log_probs, advantages
+        metrics = policy_metrics(*given, sampler_log_probs=log_probs, loss=loss)
+        limits = {name: float(value) for name, value in metrics.items() if name.startswith(LIMITS) and value}
+        assert not limits and float(metrics["correction_weight"]) == 1.0
+        assert int(policy_loss(*given, sampler_log_probs=log_probs, loss=loss).count) == 8
+    # Rules of a sign say nothing where there is none.
+    signed = grpo(rejection=Rejection(negative_kl=0.0, probability_gap=0.0))
+    assert (
+        int(policy_loss(log_probs - 1, log_probs, 0 * advantages, sampler_log_probs=log_probs, loss=signed).count) == 8
+    )
+
+
+@pytest.mark.parametrize(("rule", "bound"), [("k1", 6.0), ("k2", 60.0)])
+def test_one_label_far_away_counts_with_the_bound_of_weights(rule, bound):
+    """Of four labels one has x = -200, which is bounded to -20: the mean estimates are 5 and 50, not 50 and 5000."""
+    old, sampler = np.float32([[-200, 0, 0, 0]]), np.zeros((1, 4), np.float32)
+    arrays = {"old_log_probs": old, "advantages": np.ones(1, np.float32), "sampler_log_probs": sampler}
+    for at, count in ((bound, 4), (bound / 2, 0)):
+        loss = grpo(rejection=Rejection(**{rule: at}))
+        assert int(policy_loss(old, **arrays, loss=loss).count) == count
+    assert float(policy_metrics(old, **arrays)["mismatch_k1"]) == 5.0
 
 
 @pytest.mark.parametrize("rule", ["token", "k3", "several"])
