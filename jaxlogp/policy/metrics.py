@@ -293,7 +293,7 @@ def policy_metric_terms(
       averaging; -inf and inf where there are no labels;
     - loss_objective, loss_kl, loss_entropy, loss_z, loss_drift: the parts that add up to the loss, coefficients and signs
       included, with the weights of its reduction and divided by loss_count, its count; a part is omitted if its coefficient
-      is 0 or its input is not given;
+      is 0 or its input is not read;
     - mismatch_k1, mismatch_k3: Σ_t m_t of the estimates -x and exp(x) - x - 1 of KL(μ ‖ π_old) for x = log π_old - log μ,
       divided by the labels; x is bounded by ±`MAX_LOG_WEIGHT` in both;
     - correction_weight, correction_weight_squared, max_correction_weight: mean, mean square and maximum over labels of the
@@ -324,7 +324,8 @@ def policy_metric_terms(
         document_ids: int [*tokens], document index of each token, as in `policy_loss`; None for the rows of [B, T].
         num_documents: number of documents, as in `policy_loss`.
         loss: the loss of the step.
-        entropy: [*tokens], entropy of the distribution of each target, in nats; needed at level "with_entropy".
+        entropy: [*tokens], entropy of the distribution of each target, in nats; needed at level "with_entropy", and
+            read at no other.
         ref_log_probs: [*tokens], log-probs of the targets under the reference, in nats, or None.
         penalized: bool [*tokens], labels whose drift is penalized, for loss_drift; or None.
         lse: [*tokens], log Σ e^z of each token, for loss_z; or None.
