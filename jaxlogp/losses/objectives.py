@@ -307,7 +307,7 @@ class LogLikelihood(_Unbounded):
         return _weighted(advantages, log_prob)
 
 
-def _weighted(weight: Float[Array, "*shape"], log_prob: Float[AnyArray, "*shape"]) -> Float[Array, "*shape"]:
+def _weighted(weight: Float[AnyArray, "*shape"], log_prob: Float[AnyArray, "*shape"]) -> Float[Array, "*shape"]:
     """Returns weight · log_prob, with 0 · -inf = 0."""
     return weight * jnp.where((weight == 0.0) & jnp.isneginf(log_prob), 0.0, log_prob)
 

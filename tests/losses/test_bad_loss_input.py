@@ -91,7 +91,7 @@ def test_log_probs_above_0_by_the_rounding_of_their_dtype_are_good():
     for dtype, value in ((jnp.bfloat16, 0.25), (jnp.float32, 7e-6)):
         policy_loss(**GOOD | {"old_log_probs": np.full(SHAPE, value, dtype)})
     # The mean of a step in which every weight is 0.
-    policy_loss(**GOOD | {"mean_weight": 0.0, "labels_per_document": 0})
+    policy_loss(**GOOD | {"mean_weight": 0.0, "labels_per_document": 0.0})
 
 
 def test_the_good_arguments_are_good():
