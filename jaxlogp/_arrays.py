@@ -22,12 +22,12 @@ def compute_dtype(*values: Float[AnyArray, "..."]) -> jnp.dtype:
 
 def hold_python_numbers(options: Any) -> None:
     """Replaces scalars of NumPy in the fields of a frozen dataclass: with x64 one of float64 would widen fp32 arrays."""
+
+    def plain(value: Any) -> Any:
+        return value.item() if isinstance(value, np.generic) else value
+
     for name, value in list(vars(options).items()):
-        if isinstance(value, tuple):
-            plain = tuple(x.item() if isinstance(x, np.generic) else x for x in value)
-        else:
-            plain = value.item() if isinstance(value, np.generic) else value
-        object.__setattr__(options, name, plain)
+        object.__setattr__(options, name, tuple(map(plain, value)) if isinstance(value, tuple) else plain(value))
 
 
 def as_int32(ids: int | np.integer | Integer[AnyArray, "*shape"]) -> Int[Array, "*shape"]:

@@ -1,4 +1,4 @@
-"""The loss of TRL's trainer and the formulas of verl, from their installed packages, without their runtimes."""
+"""The loss of TRL's trainer and the formulas of verl, from their own packages, without their runtimes."""
 
 import collections
 import dataclasses
@@ -9,6 +9,12 @@ import types
 from types import SimpleNamespace
 
 import pytest
+
+SAME_IN_TRAINER = (
+    *("loss_type", "beta", "importance_sampling_level", "top_entropy_quantile", "max_completion_length"),
+    *("off_policy_mask_threshold", "vllm_importance_sampling_correction", "entropy_coef", "use_adaptive_entropy"),
+)
+"""Options that TRL's trainer has as attributes of the same name."""
 
 
 def trl_loss(log_probs, case, **changes):
@@ -48,14 +54,7 @@ def trl_loss(log_probs, case, **changes):
         get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
         get_gamma_weights=GRPOTrainer.get_gamma_weights,
     )
-    for name in ("loss_type", "beta", "importance_sampling_level", "top_entropy_quantile", "max_completion_length"):
-        setattr(trainer, name, getattr(options, name))
-    for name in (
-        "off_policy_mask_threshold",
-        "vllm_importance_sampling_correction",
-        "entropy_coef",
-        "use_adaptive_entropy",
-    ):
+    for name in SAME_IN_TRAINER:
         setattr(trainer, name, getattr(options, name))
     trainer.get_high_entropy_mask = types.MethodType(GRPOTrainer.get_high_entropy_mask, trainer)
     prompts = torch.zeros((len(log_probs), 1), dtype=torch.long)
@@ -73,7 +72,7 @@ def trl_loss(log_probs, case, **changes):
 
 
 class VerlConfig(SimpleNamespace):
-    """Options of verl's actor, with the defaults of its files."""
+    """Options of verl's actor, with the defaults of its files, but for the dual clip, which is off."""
 
     def __init__(self, **changes):
         defaults = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "clip_ratio_c": 1e9}
