@@ -9,7 +9,7 @@ from experiments.invariant.leaf_ranks import LeafRanks
 from experiments.invariant.leaf_sampler import InvariantSampler
 from experiments.invariant.leaf_sums import LeafSums
 from experiments.invariant.options import InvarianceConfig, head_here
-from experiments.learner.backend import GivesParams
+from experiments.learner.backend import BaseBackend
 from experiments.learner.model_source import ModelSource
 from experiments.learner.objectives import Objective
 from experiments.learner.replicas import Replicas
@@ -22,7 +22,7 @@ from jaxlogp.errors import require
 from jaxlogp.head import FixedOrderEngine, FixedOrderHopperEngine
 
 
-class InvariantBackend(GivesParams):
+class InvariantBackend(BaseBackend):
     def __init__(
         self,
         model: ModelSource,
@@ -32,6 +32,7 @@ class InvariantBackend(GivesParams):
         *,
         small_vocabulary: bool,
     ) -> None:
+        super().__init__()
         decoder = model.decoder
         assert decoder is not None, "other models have been refused"
         self.mesh, self.leaf_rows = mesh, options.leaf_rows
@@ -70,7 +71,7 @@ class InvariantBackend(GivesParams):
         """Puts arrays unsharded on one device of each process."""
         return on_device(tree, self._state_device)
 
-    def gradients(self, objective: Objective, temperature: float) -> LeafSums:
+    def _make_gradients(self, objective: Objective, temperature: float) -> LeafSums:
         return LeafSums(self._leaf_programs(temperature, self.mesh), objective)
 
     def make_sampler(self, options: SamplingOptions, row_length: int) -> InvariantSampler:

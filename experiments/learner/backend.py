@@ -56,6 +56,9 @@ class GradientBackend(Protocol):
     def lower(self, params: nnx.State, padding: GlobalMicroBatch) -> Callable[[], CompiledSums]:
         """Lowers the programs of one round, and returns what compiles them before their first call."""
 
+    def lower_score(self, params: nnx.State, padding: GlobalMicroBatch) -> Callable[[], int | None]:
+        """Lowers what `score` runs, and returns what compiles it and returns its bytes beside the parameters."""
+
     def sums_waiting(self, rounds: int) -> int:
         """Returns how many sums of earlier rounds a device holds while it computes one of so many, at most."""
 
@@ -97,16 +100,31 @@ class Backend(Protocol):
     def place(self, tree: Any) -> Any:
         """Puts parameters, or an optimizer's state for them, where the sums need them."""
 
-    def gradients(self, objective: Objective, temperature: float) -> GradientBackend: ...
+    def gradients(self, objective: Objective, temperature: float) -> GradientBackend:
+        """Returns the sums for an objective: each time the same object, whose programs are compiled once."""
 
 
-class GivesParams(Backend):
+class BaseBackend(Backend):
+    """What backends share: parameters that are given away once, and sums that are made once."""
+
     _params: nnx.State | None
+
+    def __init__(self) -> None:
+        self._gradients: dict[tuple[Objective, float], GradientBackend] = {}
 
     def take_params(self) -> nnx.State:
         params, self._params = self._params, None
         assert params is not None, "they are given away once"
         return params
+
+    def gradients(self, objective: Objective, temperature: float) -> GradientBackend:
+        key = objective, temperature
+        if key not in self._gradients:
+            self._gradients[key] = self._make_gradients(objective, temperature)
+        return self._gradients[key]
+
+    def _make_gradients(self, objective: Objective, temperature: float) -> GradientBackend:
+        raise NotImplementedError
 
 
 def add_gradients(left: StepGradient, right: StepGradient) -> StepGradient:

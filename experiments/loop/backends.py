@@ -9,7 +9,7 @@ from flax import nnx
 
 from experiments.config import Config
 from experiments.invariant.backend import InvariantBackend
-from experiments.learner.backend import Backend, GivesParams
+from experiments.learner.backend import Backend, BaseBackend
 from experiments.learner.gradients import GspmdGradients
 from experiments.learner.model_source import ModelSource
 from experiments.learner.objectives import Objective
@@ -47,12 +47,13 @@ class RunBackend(Backend, Protocol):
         """Makes a sampler for rows of so many tokens. `options` have a temperature, and no stop texts."""
 
 
-class GspmdBackend(GivesParams):
+class GspmdBackend(BaseBackend):
     """Whole micro-batches under GSPMD, and a sampler with a cache."""
 
     leaf_rows = None
 
     def __init__(self, config: Config, model: ModelSource) -> None:
+        super().__init__()
         self.mesh, self._tokenizer = make_mesh(parse_mesh(config.mesh)), model.tokenizer
         self.replicas = Replicas(self.mesh)
         self._engine, self._accumulate = config.loss.head_engine(), config.schedule.accumulate
@@ -84,7 +85,7 @@ class GspmdBackend(GivesParams):
     def place(self, tree: Any) -> Any:
         return place_parameters(tree, self.mesh)
 
-    def gradients(self, objective: Objective, temperature: float) -> GspmdGradients:
+    def _make_gradients(self, objective: Objective, temperature: float) -> GspmdGradients:
         options = {"engine": self._engine, "accumulate": self._accumulate, "frozen": self.frozen}
         options["frozen_head"] = self._frozen_head
         return GspmdGradients(self._graph, self.mesh, objective, temperature=temperature, **options)

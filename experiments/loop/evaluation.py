@@ -15,6 +15,8 @@ from experiments.tasks.rewards import CORRECT, Scored
 from jaxlogp import Document
 
 SHOWN_SAMPLES = 16
+CHECK_PROMPTS = 512
+"""Prompts on which a warm start is checked."""
 CHECKS, EVALUATION = 2, 3
 """First numbers of the seeds of checks in the warm start, and of evaluations."""
 
@@ -126,7 +128,7 @@ class AnswerEvaluation:
         self._examples = held_out_examples(task, num_prompts)
         # A sampled and a greedy completion are drawn together: one program, which reads each prompt once.
         self.shape = Shape(len(self._examples), prompt_tokens, 2, replace(options, greedy_last=True))
-        self._options = options
+        self.check_shape = Shape(CHECK_PROMPTS, prompt_tokens, 1, options)
         self._asked = num_prompts
 
     @property
@@ -148,7 +150,7 @@ class AnswerEvaluation:
     def exact_match_on(self, examples: list[Example], policy: Policy, step: int) -> float:
         """Share of right answers to other examples, sampled with other random numbers at every step."""
         prompts = [encode_prompt(policy.tokenizer, example, self.shape.tokens) for example in examples]
-        drawn = self._draw(policy, prompts, self._options, (CHECKS, step))
+        drawn = self._draw(policy, prompts, self.check_shape.options, (CHECKS, step))
         (verdicts,) = score(policy.tokenizer, examples, drawn, self._verdict).scored
         return float(np.mean(verdicts.rewards, dtype=np.float64))
 

@@ -14,8 +14,10 @@ from flax import nnx
 from experiments.compilation_cache import cache_report
 from experiments.config import Config, is_changeable
 from experiments.loop.assemble import Setup
+from experiments.loop.evaluation import AnswerEvaluation
 from experiments.loop.loop import Progress
-from experiments.loop.phase import CHECK_PROMPTS
+from experiments.loop.phase import WARM_START, warm_start_packing
+from experiments.models.compiled_program import largest
 from experiments.models.lora import trained_part
 from experiments.models.mesh import parse_mesh
 from experiments.models.placement import bytes_a_device, bytes_of_process, machine_bytes, total_bytes
@@ -111,18 +113,31 @@ def memory_need(setup: Setup, *, warm_start_to_come: bool) -> MemoryNeed:
     """What a run needs, its warm start included; the state alone where the compiler does not say more."""
     state, params = _state(setup, warm_start_to_come), setup.learner.state.params
     alone = MemoryNeed(state, host=bytes_of_process(setup.learner.template()))
-    shapes = setup.shapes
+    drawing = functools.partial(setup.samplers.lower, params)
+    others = [(name, functools.partial(drawing, shape)) for name, shape in setup.shapes.items()]
+    if setup.scores_documents:
+        others.append(("micro-batch", setup.learner.lower_log_probs))
     if warm_start_to_come:
-        evaluation = shapes["evaluation"]
-        shapes["evaluation"] = evaluation._replace(prompts=max(evaluation.prompts, CHECK_PROMPTS))
-    drawing = [functools.partial(setup.samplers.lower, params, shape) for shape in shapes.values()]
-    need, *draws = _side_by_side([setup.learner.lower, *drawing], setup.learner.reserve_host_memory)
-    parts = {"micro-batch": need.micro_batch, "update": need.update, **dict(zip(shapes, draws, strict=True))}
+        # Last, so that a run that is resumed after it numbers its kernels as before.
+        assert isinstance(setup.evaluation, AnswerEvaluation), "answers are rewarded"
+        others.append(("evaluation", functools.partial(drawing, setup.evaluation.check_shape)))
+        others.append(("micro-batch", functools.partial(_lower_warm_start, setup)))
+    lowerings = [setup.learner.lower, *(lower for _, lower in others)]
+    need, *found = _side_by_side(lowerings, setup.learner.reserve_host_memory)
+    parts = {"micro-batch": need.micro_batch, "update": need.update}
+    for (name, _), beside in zip(others, found, strict=True):
+        parts[name] = largest(parts.get(name, 0), beside)
     if None in parts.values():
         return alone
     waiting = setup.learner.gradients.sums_waiting(_micro_batches(setup, warm_start_to_come))
     parts["micro-batch"] += waiting * need.sums
     return alone._replace(parts=parts, compiling=peak_bytes(setup.mesh.local_devices) or 0)
+
+
+def _lower_warm_start(setup: Setup) -> Callable[[], int | None]:
+    sums = setup.backend.gradients(WARM_START, 1.0)
+    compiled = sums.lower(setup.learner.state.params, warm_start_packing(setup).padding())
+    return lambda: compiled().bytes_beside
 
 
 def _side_by_side(lowerings: Sequence[Callable[[], Callable[[], Any]]], meanwhile: Callable[[], None]) -> list[Any]:

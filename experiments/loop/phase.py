@@ -9,14 +9,15 @@ from experiments.experience.scoring import Sample
 from experiments.experience.worked_examples import WorkedExamples
 from experiments.learner.learner import Learner
 from experiments.learner.objectives import CrossEntropy
+from experiments.learner.packing import Packing
 from experiments.loop.assemble import Setup
-from experiments.loop.evaluation import AnswerEvaluation
+from experiments.loop.evaluation import CHECK_PROMPTS, AnswerEvaluation
 from experiments.loop.feed import DocumentFeed
 from experiments.loop.supervised import SupervisedFile
 from experiments.runs.console import ROWS, STEP_COLUMNS, SUPERVISED_COLUMNS, Column
 
-CHECK_PROMPTS = 512
-"""Prompts on which a warm start is checked."""
+WARM_START = CrossEntropy()
+"""What a warm start minimises."""
 
 
 class Measured(NamedTuple):
@@ -81,6 +82,10 @@ def training_phase(setup: Setup) -> Phase:
     )
 
 
+def warm_start_packing(trained: Setup) -> Packing:
+    return replace(trained.learner.packing, columns=(), support_capacity=None)
+
+
 def warm_start_phase(trained: Setup) -> Phase:
     """Returns the phase that learns worked examples until enough of sampled answers are right.
 
@@ -89,9 +94,8 @@ def warm_start_phase(trained: Setup) -> Phase:
     config, task, evaluation = trained.config, trained.task, trained.evaluation
     assert not isinstance(task, SupervisedFile) and isinstance(evaluation, AnswerEvaluation), "answers are rewarded"
     options, seed = config.warm_start, config.seed
-    packing = replace(trained.learner.packing, columns=(), support_capacity=None)
-    params = trained.learner.release()
-    learner = Learner(trained.backend, CrossEntropy(), options.optimizer(), packing, params)
+    packing, params = warm_start_packing(trained), trained.learner.release()
+    learner = Learner(trained.backend, WARM_START, options.optimizer(), packing, params)
     examples = WorkedExamples(PromptStream(task, seed + 1, None), trained.sizes.prompt, options.batch_size)
     setup = replace(trained, learner=learner, source=examples)
     checks = PromptStream(task, seed + 2, None).take(CHECK_PROMPTS)

@@ -23,8 +23,8 @@ from experiments.terminal import printable
 HEADER_EVERY = 20
 ROWS = 40
 """Number of rows by default, off a terminal."""
-SILENCE_SECONDS = 9.0
-"""Longest time without a line while something is waited for."""
+SILENCE_SECONDS = 7.0
+"""Longest time without a line while something is waited for; lowering a kernel may hold up who tells it for 2 s."""
 SPEED_SECONDS = 600.0
 """Period that the time left is estimated from: rich's 30 s would give none where steps take as long."""
 

@@ -8,6 +8,7 @@ import math
 import operator
 import re
 import threading
+from collections import Counter
 from types import SimpleNamespace
 
 import jax
@@ -229,19 +230,19 @@ def test_the_batch_of_a_program_is_asked_for_by_its_types_and_places():
 def test_a_run_that_cannot_fit_is_refused_without_a_folder_and_a_resume_without_new_options(
     tmp_path, monkeypatch, capsys, caplog
 ):
-    options = {"warm_start": {"max_steps": 0}, "schedule": {"steps": 1}, "quiet": False}
+    options = {"warm_start": {"max_steps": 1, "check_every": 1}, "schedule": {"steps": 1}, "quiet": False}
     # Shapes that no other test has compiled.
-    options |= {"rollout": {"num_generations": 3}, "evaluation": {"num_prompts": 5}}
+    options |= {"rollout": {"num_generations": 3}, "evaluation": {"num_prompts": 5, "kl": True}}
     # In every thread, for programs are compiled side by side.
     jax.config.update("jax_log_compiles", True)
     try:
         result = train(tiny(tmp_path, "fits", **options))
     finally:
         jax.config.update("jax_log_compiles", False)
-    messages = [each.getMessage() for each in caplog.records]
-    for name in ("_prefill", "_decode"):
-        compiled = sum(f"Compiling jit({name})" in each for each in messages)
-        assert compiled == 2, "one for rollouts and one for evaluations; asking for their memory adds none"
+    compiled = Counter(names_compiled(caplog))
+    # Of rollouts, evaluations and checks of the warm start; of the warm start and the training; of the KL.
+    programs = {"_prefill": 3, "_decode": 3, "_of_micro_batch": 2, "_of_scoring": 1}
+    assert {name: compiled[name] for name in programs} == programs, "asking for their memory adds none"
     line = next(each for each in capsys.readouterr().out.splitlines() if each.startswith("memory per device: "))
     assert "state" in line and "micro-batch" in line and "rollout" in line and "at least" not in line
     monkeypatch.setattr(memory, "device_limit", lambda devices: 100 * 2**10)
