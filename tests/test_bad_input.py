@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxlogp
+from jaxlogp.invariance import nan_unless_equal
 
 pytestmark = pytest.mark.bad_input
 
@@ -80,6 +81,10 @@ def logits_of(hidden, weight, targets, axis_name):
 
 def rows_of(hidden, weight, targets, axis_name):
     return jaxlogp.embedding_lookup(weight, targets, axis_name=axis_name)[:, 0]
+
+
+def compared(hidden, weight, targets, axis_name):
+    return nan_unless_equal(hidden, axis_name)[:, 0]
 
 
 def named_axis(axis_name, function=log_probs_of, mesh=mesh):
@@ -263,6 +268,8 @@ CASES = {
     "axis_name forgotten in a loss": (lambda: named_axis(None, loss_sum), "axis_name", ["'tensor'", "weight varies"]),
     "axis_name of no mesh": (lambda: named_axis("model"), "axis_name", ["('data', 'tensor')", "'model'"]),
     "logits, axis_name of no mesh": (lambda: named_axis("model", logits_of), "axis_name", ["'model'"]),
+    "equality over no axis of the mesh": (lambda: named_axis("model", compared), "axis_name", ["'model'"]),
+    "equality over two axes": (lambda: named_axis(("data", "tensor"), compared), "axis_name", ["('data', 'tensor')"]),
     "embedding, axis_name of no mesh": (lambda: named_axis("model", rows_of), "axis_name", ["'model'"]),
     "axis_name outside of shard_map": (lambda: head(axis_name="tensor"), "axis_name", ["shard_map", "'tensor'"]),
     "axis_name of a vmap": (

@@ -111,6 +111,8 @@ BAD = {
     "targets": lambda: sharded(targets=case()[1]),
     "axis_name": lambda: sharded(axis_name="tensor"),
     "logit_scale": lambda: sharded(logit_scale=0.0),
+    "temperature": lambda: sharded(temperature=jnp.float32(0.7)),
+    "out_of_vocab ": lambda: sharded(out_of_vocab=["zero"]),
     "out_of_vocab": lambda: log_probs_from_logits(case()[0], case()[1], out_of_vocab="ignore"),
 }
 
