@@ -83,6 +83,14 @@ def rows_of(hidden, weight, targets, axis_name):
     return jaxlogp.embedding_lookup(weight, targets, axis_name=axis_name)[:, 0]
 
 
+def whole_logits_of(hidden, weight, targets, axis_name):
+    return logits_of(hidden, hidden, targets, axis_name)
+
+
+def whole_rows_of(hidden, weight, targets, axis_name):
+    return rows_of(hidden, hidden, targets, axis_name)
+
+
 def compared(hidden, weight, targets, axis_name):
     return nan_unless_equal(hidden, axis_name)[:, 0]
 
@@ -268,6 +276,16 @@ CASES = {
     "axis_name forgotten in a loss": (lambda: named_axis(None, loss_sum), "axis_name", ["'tensor'", "weight varies"]),
     "axis_name of no mesh": (lambda: named_axis("model"), "axis_name", ["('data', 'tensor')", "'model'"]),
     "logits, axis_name of no mesh": (lambda: named_axis("model", logits_of), "axis_name", ["'model'"]),
+    "logits that all ranks have": (
+        lambda: named_axis("tensor", whole_logits_of),
+        "logits",
+        ["the local shard of each rank of axis 'tensor'"],
+    ),
+    "a table that all ranks have": (
+        lambda: named_axis("tensor", whole_rows_of),
+        "table",
+        ["the local shard of each rank of axis 'tensor'"],
+    ),
     "equality over no axis of the mesh": (lambda: named_axis("model", compared), "axis_name", ["'model'"]),
     "equality over two axes": (lambda: named_axis(("data", "tensor"), compared), "axis_name", ["('data', 'tensor')"]),
     "embedding, axis_name of no mesh": (lambda: named_axis("model", rows_of), "axis_name", ["'model'"]),
