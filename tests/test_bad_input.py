@@ -102,6 +102,13 @@ def named_axis(axis_name, function=log_probs_of, mesh=mesh):
     return jax.eval_shape(mapped, floats(3, HIDDEN), floats(12, HIDDEN), ids(3))
 
 
+def unchecked_gradient(function, spec):
+    """The gradient of a call under shard_map(check_vma=False), with respect to what is split over the vocabulary."""
+    run = functools.partial(function, axis_name="tensor", vocab=jaxlogp.VocabShards.even(12, 4))
+    mapped = jax.shard_map(run, mesh=mesh(), in_specs=(spec, P()), out_specs=P(), check_vma=False)
+    return jax.eval_shape(jax.grad(lambda x: jax.tree.leaves(mapped(x, ids(12)))[0].sum()), floats(12, 12))
+
+
 def embedding(**changes):
     good = {"table": jnp.ones((VOCAB, HIDDEN), jnp.float32), "token_ids": jnp.zeros(TOKENS, jnp.int32)}
     return jaxlogp.embedding_lookup(**{**good, **changes})
@@ -276,6 +283,21 @@ CASES = {
     "axis_name forgotten in a loss": (lambda: named_axis(None, loss_sum), "axis_name", ["'tensor'", "weight varies"]),
     "axis_name of no mesh": (lambda: named_axis("model"), "axis_name", ["('data', 'tensor')", "'model'"]),
     "logits, axis_name of no mesh": (lambda: named_axis("model", logits_of), "axis_name", ["'model'"]),
+    "logits differentiated without replication types": (
+        lambda: unchecked_gradient(jaxlogp.log_probs_from_logits, P(None, "tensor")),
+        "axis_name",
+        ["shard_map(check_vma=True)", "'tensor'"],
+    ),
+    "a table differentiated without replication types": (
+        lambda: unchecked_gradient(jaxlogp.embedding_lookup, P("tensor")),
+        "axis_name",
+        ["shard_map(check_vma=True)", "'tensor'"],
+    ),
+    "a sequence that data and tensor do not divide together": (
+        lambda: sharded_head(sequence_dim=0),
+        "hidden",
+        ["a dimension 0 divisible by 8", "(4, 3, "],
+    ),
     "logits that all ranks have": (
         lambda: named_axis("tensor", whole_logits_of),
         "logits",
