@@ -298,6 +298,11 @@ CASES = {
         "hidden",
         ["a dimension 0 divisible by 8", "(4, 3, "],
     ),
+    "a number of shards in place of the shards": (
+        lambda: sharded_head(vocab=12),
+        "vocab",
+        ["a VocabShards or None", "int 12"],
+    ),
     "logits that all ranks have": (
         lambda: named_axis("tensor", whole_logits_of),
         "logits",
