@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -145,6 +146,8 @@ def sharded_log_probs_from_logits(
     require_operand_dtype(logits, "logits")
     require_axes(mesh, vocab_axis=(vocab_axis,), token_axes=token_axes)
     require("axis_name" not in options, "axis_name", "not to be given (vocab_axis names it)", options.get("axis_name"))
+    for name, value in options.items():
+        require(isinstance(value, Hashable), name, "a hashable value, not an array", describe(value))
     split, shape = math.prod(mesh.shape[axis] for axis in token_axes), logits.shape
     ok = len(shape) >= 2 and shape[0] % split == 0
     require(ok, "logits", f"shape [*tokens, V], its first dimension divisible by {split}", describe(logits))

@@ -5,7 +5,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxlogp._arrays import nan_where
-from jaxlogp._compat import AxisName, vary_over
+from jaxlogp._compat import AxisName, require_manual_axis, vary_over
 from jaxlogp.errors import describe, require, require_floating
 
 _BITS = {2: jnp.int16, 4: jnp.int32}
@@ -25,7 +25,7 @@ def nan_unless_equal(x: Float[Array, "*tokens hidden"], axis_name: AxisName) -> 
         [*tokens, H] in the dtype of x.
 
     Raises:
-        ValueError: if the dtype is another one, or x is a scalar.
+        ValueError: if the dtype is another one, x is a scalar, or ``axis_name`` is no axis of the surrounding ``shard_map``.
 
     Example:
         >>> mesh = jax.make_mesh((1,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
@@ -35,6 +35,7 @@ def nan_unless_equal(x: Float[Array, "*tokens hidden"], axis_name: AxisName) -> 
     """
     require_floating(x, "x")
     require(x.ndim >= 1 and x.dtype.itemsize in _BITS, "x", "16-bit or 32-bit floats [*tokens, H]", describe(x))
+    require_manual_axis(axis_name)
     bits = lax.bitcast_convert_type(lax.stop_gradient(x), _BITS[x.dtype.itemsize]).astype(jnp.int32)
     bits = vary_over(bits, {axis_name})
     equal = jnp.all(lax.pmax(bits, axis_name) == lax.pmin(bits, axis_name), axis=-1, keepdims=True)

@@ -14,7 +14,7 @@ from jaxlogp import embedding_lookup, linear_log_probs, linear_policy_loss, log_
 from jaxlogp._agreement import counters, id_codes, same_ids
 from jaxlogp.head import ChunkedEngine, FixedOrderEngine
 from jaxlogp.head.fold import finish_sums, spoiled_together, sum_shards, sum_tiles
-from jaxlogp.invariance import ReductionOrder
+from jaxlogp.invariance import ReductionOrder, nan_unless_equal
 from tests import oracle
 
 pytestmark = pytest.mark.costly
@@ -161,6 +161,26 @@ def test_the_fixed_order_names_a_gathered_mask_where_it_is_differentiated():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rows_that_differ_in_a_bit_are_nan_on_every_shard(dtype):
+    alike = jnp.asarray([[1.0, 2.0], [0.0, 3.0], [-4.0, 5.0], [-jnp.inf, 6.0]], dtype)
+    # Another sign of zero, and the number next to -4.
+    other = alike.at[1, 0].set(-0.0).at[2, 0].multiply(1.0 + float(jnp.finfo(dtype).eps))
+
+    def total(x):
+        result = nan_unless_equal(x, "tensor")
+        return jnp.sum(jnp.where(jnp.isfinite(result), 2.0 * result, 0.0).astype(jnp.float32)), result
+
+    @functools.partial(jax.shard_map, mesh=tensor_mesh(2), in_specs=P("tensor"), out_specs=P("tensor"))
+    def run(x):
+        return jax.grad(total, has_aux=True)(x)
+
+    gradient, result = jax.jit(run)(jnp.concatenate([alike, other]))
+    kept = np.where([[False], [True], [True], [False]], np.nan, np.asarray(alike, np.float32))
+    np.testing.assert_array_equal(np.asarray(result, np.float32), np.tile(kept, (2, 1)))
+    np.testing.assert_array_equal(gradient, np.where(np.isfinite(np.tile(kept, (2, 1))), 2.0, 0.0))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_embedding_ids_that_differ_are_nan_rows(dtype, size):
     table = jnp.asarray(np.random.default_rng(1).normal(size=(VOCAB, HIDDEN)), dtype).at[7].set(-0.0)
@@ -202,6 +222,12 @@ def test_the_fold_of_packed_tokens_is_nan_everywhere(other, changed):
     assert all(np.isfinite(x).all() for x in folded(codes))
     codes[0, changed] = other
     assert all(np.isnan(x).all() for x in folded(codes))
+
+
+def test_codes_tell_masked_tokens_and_negative_ids_from_all_others():
+    ids = jnp.asarray([-100, -1, 0, 1, 2**24 - 4, 2**24 - 3, 2**31 - 1, 0, -1], jnp.int32)
+    codes = id_codes(ids, jnp.arange(9) < 7)
+    assert codes.tolist() == [1, 1, 2, 3, 2**24 - 2, 2**24 - 1, 2**24 - 1, 0, 0]
 
 
 @pytest.mark.parametrize("word_bits", [16, 24, 31])

@@ -1,6 +1,8 @@
 """Algorithms by name: the loss and the advantages of each, against formulas in float64."""
 
 import inspect
+import re
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -56,6 +58,20 @@ def test_every_algorithm_pairs_a_loss_of_the_library_with_advantages():
     assert {each.loss for each in ALGORITHMS.values()} == set(losses.PRESETS.values())
     parts = [(each.loss, each.advantages, each.selection) for each in ALGORITHMS.values()]
     assert len(parts) == len(set(parts)), "no algorithm has two names"
+
+
+def test_every_algorithm_has_the_parts_that_its_page_lists():
+    page = (Path(__file__).parents[1] / "docs/losses.md").read_text()
+    table = page.split("| `--loss.name` | loss | `--loss.advantages` |\n|---|---|---|\n")[1].split("\n\n")[0]
+    listed = {}
+    for row in table.splitlines():
+        names, loss, advantages = row.strip("|").split("|")
+        for name in re.findall(r"`(\w+)`", names):
+            other = re.search(r"`(\w+)`", loss)
+            selection = name if "labels chosen" in loss else None
+            listed[name] = (losses.PRESETS[other[1] if other else name], advantages.strip(" `"), selection)
+    assert {name: (x.loss, x.advantages, x.selection) for name, x in ALGORITHMS.items()} == listed
+    assert all(find_algorithm(name) is each for name, each in ALGORITHMS.items())
 
 
 def test_a_registered_loss_has_group_advantages(monkeypatch):

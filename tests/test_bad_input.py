@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxlogp
+from jaxlogp.invariance import nan_unless_equal
 
 pytestmark = pytest.mark.bad_input
 
@@ -82,11 +83,30 @@ def rows_of(hidden, weight, targets, axis_name):
     return jaxlogp.embedding_lookup(weight, targets, axis_name=axis_name)[:, 0]
 
 
+def whole_logits_of(hidden, weight, targets, axis_name):
+    return logits_of(hidden, hidden, targets, axis_name)
+
+
+def whole_rows_of(hidden, weight, targets, axis_name):
+    return rows_of(hidden, hidden, targets, axis_name)
+
+
+def compared(hidden, weight, targets, axis_name):
+    return nan_unless_equal(hidden, axis_name)[:, 0]
+
+
 def named_axis(axis_name, function=log_probs_of, mesh=mesh):
     """Traced, on shards of the weight and tokens that all ranks have."""
     run = functools.partial(function, axis_name=axis_name)
     mapped = jax.shard_map(run, mesh=mesh(), in_specs=(P(), P("tensor"), P()), out_specs=P("tensor"))
     return jax.eval_shape(mapped, floats(3, HIDDEN), floats(12, HIDDEN), ids(3))
+
+
+def unchecked_gradient(function, spec):
+    """The gradient of a call under shard_map(check_vma=False), with respect to what is split over the vocabulary."""
+    run = functools.partial(function, axis_name="tensor", vocab=jaxlogp.VocabShards.even(12, 4))
+    mapped = jax.shard_map(run, mesh=mesh(), in_specs=(spec, P()), out_specs=P(), check_vma=False)
+    return jax.eval_shape(jax.grad(lambda x: jax.tree.leaves(mapped(x, ids(12)))[0].sum()), floats(12, 12))
 
 
 def embedding(**changes):
@@ -263,6 +283,38 @@ CASES = {
     "axis_name forgotten in a loss": (lambda: named_axis(None, loss_sum), "axis_name", ["'tensor'", "weight varies"]),
     "axis_name of no mesh": (lambda: named_axis("model"), "axis_name", ["('data', 'tensor')", "'model'"]),
     "logits, axis_name of no mesh": (lambda: named_axis("model", logits_of), "axis_name", ["'model'"]),
+    "logits differentiated without replication types": (
+        lambda: unchecked_gradient(jaxlogp.log_probs_from_logits, P(None, "tensor")),
+        "axis_name",
+        ["shard_map(check_vma=True)", "'tensor'"],
+    ),
+    "a table differentiated without replication types": (
+        lambda: unchecked_gradient(jaxlogp.embedding_lookup, P("tensor")),
+        "axis_name",
+        ["shard_map(check_vma=True)", "'tensor'"],
+    ),
+    "a sequence that data and tensor do not divide together": (
+        lambda: sharded_head(sequence_dim=0),
+        "hidden",
+        ["a dimension 0 divisible by 8", "(4, 3, "],
+    ),
+    "a number of shards in place of the shards": (
+        lambda: sharded_head(vocab=12),
+        "vocab",
+        ["a VocabShards or None", "int 12"],
+    ),
+    "logits that all ranks have": (
+        lambda: named_axis("tensor", whole_logits_of),
+        "logits",
+        ["the local shard of each rank of axis 'tensor'"],
+    ),
+    "a table that all ranks have": (
+        lambda: named_axis("tensor", whole_rows_of),
+        "table",
+        ["the local shard of each rank of axis 'tensor'"],
+    ),
+    "equality over no axis of the mesh": (lambda: named_axis("model", compared), "axis_name", ["'model'"]),
+    "equality over two axes": (lambda: named_axis(("data", "tensor"), compared), "axis_name", ["('data', 'tensor')"]),
     "embedding, axis_name of no mesh": (lambda: named_axis("model", rows_of), "axis_name", ["'model'"]),
     "axis_name outside of shard_map": (lambda: head(axis_name="tensor"), "axis_name", ["shard_map", "'tensor'"]),
     "axis_name of a vmap": (

@@ -10,7 +10,7 @@ import pytest
 import jaxlogp
 from jaxlogp import log_probs_from_logits
 from jaxlogp._reduce import masked_max, masked_mean
-from jaxlogp.losses import Clipped, Correction, PolicyLoss, Rejection, StopGradientWeight
+from jaxlogp.losses import Clipped, Correction, PolicyLoss, Rejection, StopGradientWeight, log_ratio
 
 
 @pytest.mark.bad_input
@@ -48,6 +48,8 @@ def test_losses_reductions_and_metrics_keep_float64():
             jaxlogp.policy_loss(new, old, np.ones(2)).mean(),
             -np.minimum(expected, expected.clip(0.8, 1.2)).mean(),
         )
+        # float64 of either policy.
+        found["log_ratio"] = log_ratio(np.float32(new), old)[0, 0], float(np.float32(new[0, 0])) - old[0, 0]
         for name, (actual, value) in found.items():
             assert actual.dtype == np.float64 and abs(float(actual) - value) < 1e-14, name
 

@@ -178,10 +178,11 @@ def test_an_active_target_out_of_range_is_named_with_its_position():
 def test_under_jit_an_active_target_out_of_range_gives_nan_for_that_token_only():
     data = case()
     mask = jnp.ones(TOKENS, bool)
-    clean, _ = value_and_gradient(**data, mask=mask)
-    result, _ = value_and_gradient(**{**data, "targets": data["targets"].at[1, 3].set(VOCAB)}, mask=mask)
+    clean, slopes = value_and_gradient(**data, mask=mask)
+    result, gradient = value_and_gradient(**{**data, "targets": data["targets"].at[1, 3].set(VOCAB)}, mask=mask)
     bad = np.zeros(TOKENS, bool)
     bad[1, 3] = True
     np.testing.assert_array_equal(np.isnan(result.log_probs), bad)
     np.testing.assert_array_equal(np.asarray(result.log_probs)[~bad], np.asarray(clean.log_probs)[~bad])
     np.testing.assert_array_equal(result.entropy, clean.entropy)
+    np.testing.assert_array_equal(gradient, np.where(bad[..., None], np.float32(np.nan), slopes))

@@ -85,6 +85,32 @@ def test_on_global_arrays(kind, ranges):
     np.testing.assert_allclose(values.entropy, entropy, atol=ERROR)
 
 
+def test_garbage_in_the_padding_of_a_shard_has_no_effect_and_no_gradient():
+    logits, targets, mask = case()
+    shards = jaxlogp.VocabShards(((0, 7), (7, 12)), VOCAB)
+    padded = shards.shard_rows(jnp.asarray(logits), 2).at[..., 12:].set(jnp.nan)
+    specs = P(None, None, "tensor"), P(), P()
+    options = {"out_of_vocab": "zero", "axis_name": "tensor", "vocab": shards}
+
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=P())
+    def run(logits, targets, mask):
+        return log_probs_from_logits(logits, targets, mask, **options).log_probs
+
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def gradient_of_sum(logits):
+        log_probs = run(logits, targets, mask)
+        return jnp.sum(log_probs), log_probs
+
+    gradient, log_probs = gradient_of_sum(padded)
+    wanted, _, slopes = float64(1.0, 1.0)
+    np.testing.assert_allclose(log_probs, wanted, atol=ERROR)
+    np.testing.assert_allclose(gradient[..., :12], slopes, atol=ERROR)
+    np.testing.assert_array_equal(gradient[..., 12:], 0.0)
+
+
 def test_one_program_for_all_calls_outside_of_jit():
     logits, targets, mask = case()
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
@@ -111,6 +137,8 @@ BAD = {
     "targets": lambda: sharded(targets=case()[1]),
     "axis_name": lambda: sharded(axis_name="tensor"),
     "logit_scale": lambda: sharded(logit_scale=0.0),
+    "temperature": lambda: sharded(temperature=jnp.float32(0.7)),
+    "out_of_vocab ": lambda: sharded(out_of_vocab=["zero"]),
     "out_of_vocab": lambda: log_probs_from_logits(case()[0], case()[1], out_of_vocab="ignore"),
 }
 

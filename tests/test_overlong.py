@@ -34,6 +34,22 @@ def test_lengths_of_any_shape_and_integer_dtype():
     np.testing.assert_array_equal(result, [[0.0, -0.5], [-1.0, -1.0]])
 
 
+@pytest.mark.parametrize("kind", [np.uint8, np.int64])
+def test_numbers_of_numpy_are_those_of_python(kind):
+    """Those of uint8 would wrap in a difference, and those of int64 make a float64 result with x64."""
+    lengths = np.int32([80, 90, 100, 255])
+    with jax.enable_x64(True):
+        result = soft_overlong_punishment(lengths, max_length=kind(100), buffer=kind(20))
+    assert result.dtype == np.float32
+    np.testing.assert_array_equal(result, [0.0, -0.5, -1.0, -1.0])
+
+
+def test_the_largest_numbers_that_are_taken():
+    most, largest = 2**31 - 1, float(np.finfo(np.float32).max)
+    result = soft_overlong_punishment(np.int32([0, most]), max_length=most, buffer=most, factor=largest)
+    np.testing.assert_array_equal(result, np.float32([0.0, -largest]))
+
+
 LENGTHS = np.int32([1, 2])
 BAD = {
     "lengths": lambda: soft_overlong_punishment([1], max_length=3, buffer=1),
@@ -41,9 +57,14 @@ BAD = {
     "lengths  ": lambda: soft_overlong_punishment(-LENGTHS, max_length=3, buffer=1),
     "lengths   ": lambda: soft_overlong_punishment(np.array([2**31]), max_length=3, buffer=1),
     "max_length": lambda: soft_overlong_punishment(LENGTHS, max_length=0, buffer=0),
+    "max_length ": lambda: soft_overlong_punishment(LENGTHS, max_length=2**31, buffer=1),
+    "max_length  ": lambda: soft_overlong_punishment(LENGTHS, max_length=True, buffer=1),
+    "max_length   ": lambda: soft_overlong_punishment(LENGTHS, max_length=3.0, buffer=1),
     "buffer": lambda: soft_overlong_punishment(LENGTHS, max_length=3, buffer=4),
     "buffer ": lambda: soft_overlong_punishment(LENGTHS, max_length=3, buffer=True),
     "factor": lambda: soft_overlong_punishment(LENGTHS, max_length=3, buffer=1, factor=-1.0),
+    "factor ": lambda: soft_overlong_punishment(LENGTHS, max_length=3, buffer=1, factor=1e39),
+    "factor  ": lambda: soft_overlong_punishment(LENGTHS, max_length=3, buffer=1, factor=10**400),
 }
 
 

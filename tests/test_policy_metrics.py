@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -473,3 +474,11 @@ BAD = {
 def test_bad_input_names_the_argument(name):
     with pytest.raises(ValueError, match=f"^{name.strip()}: expected .*, got "):
         BAD[name]()
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("combine", [operator.add, operator.or_])
+@pytest.mark.parametrize("other", [1, {}, None])
+def test_terms_are_combined_with_nothing_else(combine, other):
+    with pytest.raises(TypeError, match="unsupported operand"):
+        combine(PolicyMetricTerms({}), other)

@@ -2,14 +2,23 @@
 
 import dataclasses
 import functools
+import math
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp import clip_cov_advantages, entropy_threshold, high_entropy_advantages, label_covariances
+from jaxlogp import (
+    clip_cov_advantages,
+    entropy_threshold,
+    high_covariance_labels,
+    high_entropy_advantages,
+    label_covariances,
+)
 from jaxlogp.losses import PRESETS, grpo, policy_loss
+from jaxlogp.policy import selection
 from tests import oracle
 
 SHAPE = (6, 11)
@@ -127,6 +136,22 @@ def test_clip_cov_stops_so_many_random_labels_between_the_bounds(share, number):
         np.testing.assert_array_equal(result, np.where(mask & ~stopped, advantages, 0.0))
         seen += stopped
     assert (seen[candidates] > 0).sum() > candidates.sum() / 2, "every candidate may be drawn"
+
+
+@pytest.mark.parametrize("share, labels", [(0.53, 100), (0.29, 100), (1 / 3, 99), (0.009, 100)])
+def test_the_number_of_labels_is_the_share_as_it_is_written(share, labels):
+    """fp32 makes 52 labels of 0.53 of 100, and float64 28 of 0.29."""
+    number = max(math.floor(labels * Fraction(share).limit_denominator(1000)), 1)
+    log_probs = jnp.asarray(-np.linspace(0.0, 1.0, 100, dtype=np.float32))
+    chosen = high_covariance_labels(log_probs, log_probs, jnp.arange(100) < labels, share=share)
+    assert chosen.sum() == number
+
+
+@pytest.mark.parametrize("share", [0.57, 0.84, 0.123457, 1 / 3, 1.0])
+def test_shares_of_as_many_labels_as_int32_counts(share):
+    product = jax.jit(functools.partial(selection._floor_of_product, share=share))
+    for labels in (0, 75, 459_907, 2**24 + 1, 2**31 - 1):
+        assert product(jnp.int32(labels)) == math.floor(labels * Fraction(share).limit_denominator(10**6))
 
 
 def test_clip_cov_is_verls_where_the_policy_is_the_old_one():

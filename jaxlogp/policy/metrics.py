@@ -143,6 +143,8 @@ class PolicyMetricTerms:
         Raises:
             ValueError: if the two hold different metrics.
         """
+        if not isinstance(other, PolicyMetricTerms):
+            return NotImplemented
         require(
             self.values.keys() == other.values.keys(), "other", f"terms {sorted(self.values)}", sorted(other.values)
         )
@@ -157,6 +159,8 @@ class PolicyMetricTerms:
         Raises:
             ValueError: if a metric is in both.
         """
+        if not isinstance(other, PolicyMetricTerms):
+            return NotImplemented
         shared = sorted(self.values.keys() & other.values.keys())
         require(not shared, "other", "terms of other metrics", f"{shared} again")
         return PolicyMetricTerms({**self.values, **other.values})

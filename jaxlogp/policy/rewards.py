@@ -1,17 +1,23 @@
 """Shaping of rewards: the punishment of overlong completions."""
 
-import math
-
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Integer
 
 from jaxlogp._arrays import AnyArray, as_int32
-from jaxlogp.errors import describe, is_number, is_positive_integer, require
+from jaxlogp.errors import describe, is_integer, is_number, require
 from jaxlogp.losses.inputs import check_lengths
+
+_INT32_MAX = int(np.iinfo(np.int32).max)
+_FP32_MAX = float(np.finfo(np.float32).max)
 
 
 def soft_overlong_punishment(
-    lengths: Integer[AnyArray, "*completions"], *, max_length: int, buffer: int, factor: float = 1.0
+    lengths: Integer[AnyArray, "*completions"],
+    *,
+    max_length: int | np.integer,
+    buffer: int | np.integer,
+    factor: float = 1.0,
 ) -> Float[Array, "*completions"]:
     """Computes DAPO's soft overlong punishment, a term to add to rewards: 0 for short completions, -factor beyond the limit.
 
@@ -38,11 +44,15 @@ def soft_overlong_punishment(
         DAPO, arXiv:2503.14476, equation 13.
     """
     check_lengths(lengths)
-    require(is_positive_integer(max_length), "max_length", "an integer above 0", describe(max_length))
-    good = isinstance(buffer, int) and not isinstance(buffer, bool) and 0 <= buffer <= max_length
+    good = is_integer(max_length) and 0 < max_length <= _INT32_MAX
+    require(good, "max_length", f"an integer above 0 and at most {_INT32_MAX}", describe(max_length))
+    good = is_integer(buffer) and 0 <= buffer <= max_length
     require(good, "buffer", f"an integer in [0, max_length = {max_length}]", describe(buffer))
-    good = is_number(factor) and 0.0 <= factor < math.inf
-    require(good, "factor", "a finite number of at least 0", describe(factor))
+    # A factor that is infinite in fp32 would make NaN of 0 for short completions.
+    good = is_number(factor) and 0.0 <= factor <= _FP32_MAX
+    require(good, "factor", "a finite number of at least 0 (in fp32: at most 3.4e38)", describe(factor))
+    # Numbers of Python: a NumPy integer could wrap in the difference or, with x64, widen the result.
+    max_length, buffer = int(max_length), int(buffer)
     beyond = as_int32(lengths) - (max_length - buffer)
     share = beyond.astype(jnp.float32) / buffer if buffer > 0 else (beyond > 0).astype(jnp.float32)
     return 0.0 - float(factor) * jnp.clip(share, 0.0, 1.0)

@@ -8,13 +8,15 @@ objectives are those of labels: with the ratio "sequence" the mean advantage of 
 computed from them. Those of a micro-batch would make the loss depend on how the step is divided.
 """
 
+import functools
 import math
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxlogp._arrays import AnyArray, compute_dtype, nan_where
 from jaxlogp.errors import describe, is_concrete, is_number, require
@@ -219,8 +221,24 @@ def _check_share(share: float) -> None:
 
 def _number(mask: Bool[AnyArray, "*tokens"], share: float) -> Array:
     """Returns this share of the labels, rounded down, but at least 1."""
-    count = jnp.sum(flat(mask), dtype=jnp.int32)
-    return jnp.maximum(jnp.floor(float(share) * count.astype(jnp.float32)), 1.0).astype(jnp.int32)
+    return jnp.maximum(_floor_of_product(jnp.sum(flat(mask), dtype=jnp.int32), float(share)), 1)
+
+
+# One program also outside of jit.
+@functools.partial(jax.jit, static_argnames="share", inline=True)
+def _floor_of_product(count: Int[Array, ""], share: float) -> Int[Array, ""]:
+    """Returns floor(share · count), exactly for a share that is a fraction with a denominator of at most 2^24.
+
+    0.53 of 100 is 53. Floats have no 0.53, and the product of the nearest fp32 number with 100 is below 53.
+    """
+    # Long division in base 2^7: a remainder below 2^24 and the next digit make a number below 2^32.
+    ratio = Fraction(share).limit_denominator(2**24)
+    quotient, rest = jnp.uint32(0), jnp.uint32(0)
+    for shift in (28, 21, 14, 7, 0):
+        digit = (count.astype(jnp.uint32) >> shift) & 127
+        rest = rest * 128 + digit * ratio.numerator
+        quotient, rest = quotient * 128 + rest // ratio.denominator, rest % ratio.denominator
+    return quotient.astype(jnp.int32)
 
 
 def _first(

@@ -12,18 +12,19 @@ FUNCTIONS = (log_ratio, ratio, kl_k1, kl_k2, kl_k3)
 
 
 def test_ratio_and_kl_of_masked_tokens_are_zero_with_zero_gradient():
-    new = np.float32([0.5, np.nan, -1.0, 300.0, 300.0, -300.0])
-    old = np.float32([0.2, 1.0, np.inf, -300.0, -300.0, 300.0])
-    mask = np.array([True, False, False, False, True, True])
+    new = np.float32([0.5, np.nan, -1.0, 300.0, 300.0, -300.0, MAX_LOG_RATIO])
+    old = np.float32([0.2, 1.0, np.inf, -300.0, -300.0, 300.0, 0.0])
+    mask = np.array([True, False, False, False, True, True, True])
     bound = np.exp(MAX_LOG_RATIO)
+    # The last log-ratio is the bound itself, which has a gradient.
     expected = {
-        log_ratio: ([0.3, 0, 0, 0, 600.0, -600.0], [1, 0, 0, 0, 1, 1]),
-        ratio: ([np.exp(0.3), 0, 0, 0, bound, 0], [np.exp(0.3), 0, 0, 0, 0, 0]),
-        kl_k1: ([0.3, 0, 0, 0, 600.0, -600.0], [1, 0, 0, 0, 1, 1]),
-        kl_k2: ([0.045, 0, 0, 0, 180000.0, 180000.0], [0.3, 0, 0, 0, 600.0, -600.0]),
+        log_ratio: ([0.3, 0, 0, 0, 600.0, -600.0, 30.0], [1, 0, 0, 0, 1, 1, 1]),
+        ratio: ([np.exp(0.3), 0, 0, 0, bound, 0, bound], [np.exp(0.3), 0, 0, 0, 0, 0, bound]),
+        kl_k1: ([0.3, 0, 0, 0, 600.0, -600.0, 30.0], [1, 0, 0, 0, 1, 1, 1]),
+        kl_k2: ([0.045, 0, 0, 0, 180000.0, 180000.0, 450.0], [0.3, 0, 0, 0, 600.0, -600.0, 30.0]),
         kl_k3: (
-            [np.exp(-0.3) + 0.3 - 1, 0, 0, 0, 599.0, bound - MAX_LOG_RATIO - 1],
-            [1 - np.exp(-0.3), 0, 0, 0, 1, 0],
+            [np.exp(-0.3) + 0.3 - 1, 0, 0, 0, 599.0, bound - MAX_LOG_RATIO - 1, 29.0],
+            [1 - np.exp(-0.3), 0, 0, 0, 1, 0, 1],
         ),
     }
     assert set(expected) == set(FUNCTIONS)
