@@ -123,6 +123,8 @@ def test_rollouts_are_counted():
 def test_completions_of_a_source_that_draws_no_groups_are_counted():
     counted = RolloutMetrics(completions=4, tokens=10, truncated=1).metrics()
     assert counted == {"truncated_completions": 1, "truncated_share": 0.25, "completion_length_mean": 2.5}
+    empty = RolloutMetrics(completions=4, support_ids=0).metrics()
+    assert empty == {"truncated_completions": 0, "truncated_share": 0.0, "completion_length_mean": 0.0}
 
 
 def test_masked_completions_have_no_labels_and_stay_in_their_group():
