@@ -12,7 +12,7 @@ import pytest
 from experiments.config import OptimizerConfig
 from experiments.learner.backend import StepGradient
 from experiments.learner.optimizers import Optimizer, adamw
-from experiments.learner.soundness import path_name
+from experiments.learner.soundness import finite_leaves, name_non_finite, path_name
 from experiments.learner.update import TrainState, Update
 from experiments.loop.loop import take_step
 from experiments.loop.queue import DocumentQueue
@@ -110,6 +110,24 @@ def test_a_state_that_cannot_be_trained_on_is_named_and_stays_as_it_is(run, name
     assert run.learner.fault() is None
     in_state(run, part, leaf, value)
     assert refusal(run) == words and run.learner.fault() == words
+
+
+@pytest.mark.parametrize("leaf", ["v_row/w", "v_col/w", "v/b"])
+def test_a_negative_second_moment_of_adafactor_is_not_sound(leaf):
+    optimizer = OptimizerConfig(name="adafactor", learning_rate=1.0).optimizer(5)
+    shapes = jax.eval_shape(optimizer.init, {"w": np.ones((128, 128), np.float32), "b": np.ones(2, np.float32)})
+
+    def sound(value):
+        named = lambda path: path_name(path).endswith(leaf)  # noqa: E731
+        full = lambda path, x: np.full(x.shape, value if named(path) else 0, x.dtype)  # noqa: E731
+        return finite_leaves(jax.tree_util.tree_map_with_path(full, shapes))
+
+    assert sound(0.0).all() and np.sum(~sound(-1.0)) == 1
+
+
+def test_three_leaves_are_all_named():
+    found = name_non_finite("gradient", dict.fromkeys("abc", 0), np.zeros(3, bool))
+    assert found == "gradient not finite in a, b, c"
 
 
 def with_sums(monkeypatch, run, **changes):
