@@ -110,6 +110,7 @@ def test_what_is_computed_has_the_metrics_of_its_own_step():
     """Half of the documents, alone in a step of the full computation."""
     mine, alone = learner(True), learner(False)
     (step, _), _ = two_steps(mine, COUNT // 2)
+    assert mine.version == 2 * COUNT, "those that are not computed have been seen too"
     kept = [each for each in documents(COUNT // 2, 0, alone) if np.any(each.advantages)]
     wanted = alone.step(kept).metrics
     named = {name.removeprefix(COMPUTED) for name in step if name.startswith(COMPUTED)}

@@ -245,9 +245,9 @@ def test_a_reward_that_raises_leaves_everything_as_before_the_step(run, made):
     assert before == (state_bytes(run), run.feed.state())
 
 
-def sums_of(gradients):
+def sums_of(gradients, count=1):
     """The sums of a step with a loss of 1."""
-    parts = StepSums(gradients, WeightedSum(jnp.float32(1), jnp.int32(1)), PolicyMetricTerms({}))
+    parts = StepSums(gradients, WeightedSum(jnp.float32(1), jnp.int32(count)), PolicyMetricTerms({}))
     return StepGradient(parts, jnp.float32(0))
 
 
@@ -287,8 +287,8 @@ def test_the_checks_change_no_bit_of_a_good_step(name):
     state, plain = update.init(params), update.init(jax.tree.map(jnp.copy, params))
     for _ in range(5):
         gradients = jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), jnp.float32), params)
-        total = sums_of(gradients)
-        plain = unchecked(optimizer)(plain, total)
-        state, applied = update(state, total)
-        assert applied.applied
+        plain = unchecked(optimizer)(plain, sums_of(gradients, count=4))
+        state, applied = update(state, sums_of(gradients), further=3)
+        norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(gradients))) / 4
+        assert applied.applied and applied.loss == 0.25 and applied.grad_norm == pytest.approx(norm, rel=1e-5)
         jax.tree.map(np.testing.assert_array_equal, state, plain)
