@@ -29,11 +29,12 @@ PROMPT, COMPLETION, MESSAGES, TRAIN = "prompt", "completion", "messages", "train
 
 @dataclass(frozen=True)
 class Conversations:
-    """Documents of one file by split, in the order of its lines, with the sha256 of the file."""
+    """Documents of one file by split, in the order of its lines; with the sha256 of the file and the line of its longest."""
 
     path: str
     documents: dict[Split, tuple[Document, ...]]
     digest: str
+    longest_line: int
 
 
 def load_conversations(path: str, tokenizer: Tokenizer, limits: Limits = NO_LIMITS) -> Conversations:
@@ -51,7 +52,8 @@ def load_conversations(path: str, tokenizer: Tokenizer, limits: Limits = NO_LIMI
     parsed, digest = parse_lines(path, lambda line: _parse(line, tokenizer, limits))
     for split, document in parsed:
         documents[split].append(document)
-    return Conversations(path, {split: tuple(documents[split]) for split in SPLITS}, digest)
+    longest = max(range(len(parsed)), key=lambda index: parsed[index][1].tokens.size)
+    return Conversations(path, {split: tuple(documents[split]) for split in SPLITS}, digest, longest + 1)
 
 
 def _parse(line: bytes, tokenizer: Tokenizer, limits: Limits) -> tuple[Split, Document]:

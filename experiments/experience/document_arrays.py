@@ -29,8 +29,8 @@ from jaxlogp.errors import describe, require
 def join_documents(documents: Sequence[Document]) -> dict[str, np.ndarray]:
     """Returns the arrays of documents, by name.
 
-    ValueError if only some documents have log-probs or a support, fp32 does not hold a value of a label, or numbers of
-    labels could not be told from numbers of documents.
+    ValueError if only some documents have log-probs or a support, fp32 does not hold a value, or numbers of labels
+    could not be told from numbers of documents.
     """
     counts = [document.num_labels for document in documents]
     lengths = [document.tokens.size for document in documents]
@@ -55,6 +55,7 @@ def join_documents(documents: Sequence[Document]) -> dict[str, np.ndarray]:
             arrays[name] = np.array(values, np.int32 if name == "versions" else np.float64)
         if name in arrays:
             _is_per_label(name, arrays[name], np.array(counts))
+            as_float32(name, arrays[name])
     supports = [document.support for document in documents if document.support is not None]
     if supports:
         require(len(supports) == len(documents), "documents", "a support in all or in none", f"{len(supports)} of them")
@@ -100,6 +101,8 @@ def split_documents(arrays: dict[str, np.ndarray], limits: Limits) -> list[Docum
 def _pieces(name: str, array: np.ndarray, counts: Int[np.ndarray, " documents"]) -> Sequence[Any]:
     """Returns the values of each document: an array for its labels, or a number."""
     if not _is_per_label(name, array, counts):
+        # Others that are not finite are named with their document.
+        as_float32(name, array[np.isfinite(array)])
         return array.tolist() if array.dtype.kind in "iu" else array.astype(np.float64).tolist()
     return np.split(array if name == "versions" else as_float32(name, array), np.cumsum(counts)[:-1])
 

@@ -46,7 +46,7 @@ def parse_document(line: bytes) -> Document:
 
 
 def format_document(document: Document) -> bytes:
-    """Returns the line of a document, and raises ValueError if fp32 does not hold a value of a label."""
+    """Returns the line of a document, and raises ValueError if fp32 does not hold a value."""
     record: dict[str, Any] = {"tokens": document.tokens.tolist(), "labels": document.labels.astype(int).tolist()}
     for name in LOG_PROBS:
         if (values := getattr(document, name)) is not None:
@@ -56,6 +56,7 @@ def format_document(document: Document) -> bytes:
         if np.ndim(value):
             record[name] = (np.asarray(value) if name == "versions" else as_float32(name, value)).tolist()
         elif value != default:
+            as_float32(name, np.asarray(value))
             record[name] = int(value) if name == "versions" else float(value)
     if document.support is not None:
         arrays = document.support.ids, document.support.counts

@@ -102,7 +102,7 @@ class RolloutMetrics:
             return {}
         resampled = {"resampled_rollouts": self.resampled, "filled_groups": self.filled, "unused_groups": self.unused}
         support = {}
-        if self.support_ids is not None:
+        if self.support_ids is not None and self.tokens:
             names = ("support_ids", "support_mass", "support_narrow", "support_cut")
             support = {name: getattr(self, name) / self.tokens for name in names}
         return {
@@ -123,8 +123,8 @@ class RolloutMetrics:
         )
         if self.unfit == self.groups:
             return f"{reward}, and no answer can be written in the {max_new_tokens} tokens of a completion"
-        if self.empty == self.completions:
+        if self.empty == self.completions > 0:
             return f"{reward}, and every completion is empty"
-        if self.truncated == self.completions:
+        if self.truncated == self.completions > 0:
             return f"{reward}, and every completion was truncated at {max_new_tokens} tokens"
         return reward

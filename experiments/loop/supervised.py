@@ -58,9 +58,9 @@ class SupervisedFile:
     def sizes(
         self, tokenizer: Tokenizer, schedule: ScheduleConfig, mesh: MeshSpec, leaf_rows: int | None
     ) -> LengthLimits:
-        documents = self.load(tokenizer).documents
-        longest = max(document.tokens.size for split in documents.values() for document in split)
-        row = row_length_for(longest, schedule, mesh, self.path)
+        found = self.load(tokenizer)
+        longest = max(document.tokens.size for split in found.documents.values() for document in split)
+        row = row_length_for(longest, schedule, mesh, f"{self.path}, line {found.longest_line}")
         step = -(-(schedule.docs_per_step or 1) // mesh.ranks)
         return LengthLimits(longest - 1, 1, row, schedule.rows or leaf_rows or rows_for(row, step))
 

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -86,6 +87,12 @@ def parse_object(line: bytes) -> dict[str, Any]:
         raise ValueError(f"invalid JSON: {error.msg} at character {error.pos}") from error
     except RecursionError as error:
         raise ValueError("invalid JSON: nested too deeply") from error
+    except ValueError as error:
+        # Python's own words; those of the functions below pass through.
+        if "set_int_max_str_digits" not in str(error):
+            raise
+        most = sys.get_int_max_str_digits()
+        raise ValueError(f"expected integers of at most {most} digits, got a longer one") from error
     if not isinstance(record, dict):
         raise ValueError(f"expected a JSON object, got {type(record).__name__}")
     return record

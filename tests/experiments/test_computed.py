@@ -110,6 +110,7 @@ def test_what_is_computed_has_the_metrics_of_its_own_step():
     """Half of the documents, alone in a step of the full computation."""
     mine, alone = learner(True), learner(False)
     (step, _), _ = two_steps(mine, COUNT // 2)
+    assert mine.version == 2 * COUNT, "those that are not computed have been seen too"
     kept = [each for each in documents(COUNT // 2, 0, alone) if np.any(each.advantages)]
     wanted = alone.step(kept).metrics
     named = {name.removeprefix(COMPUTED) for name in step if name.startswith(COMPUTED)}
@@ -186,11 +187,13 @@ def test_what_is_known_of_all_documents_by_hand():
     ]
     wanted = {"num_documents": 3, "num_documents_labelled": 2, "num_tokens": 3, "loss_count": 3}
     wanted |= {"advantage": (3 - 1) / 3, "advantage_labelled": (3 - 1) / 2, "max_advantage": 4.0, "min_advantage": -1.0}
+    wanted |= {"num_rewards": 3, "num_stalenesses": 3}
     wanted |= {"reward_mean": 3.0, "reward_max": 6.0, "reward_min": 1.0}
     wanted |= {"staleness_mean": (5 + 1 + 8) / 3, "staleness_max": 8.0, "staleness_min": 1.0}
     computed = {**dict.fromkeys(wanted, 2), "loss_objective": 0.6}
     found = of_all(computed, made, 3, 8)
     assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-12)
+    assert (found["computed/num_documents"], found["computed/num_tokens"]) == (2, 2)
     # 0.6 of the two labels of the documents that were computed, of three.
     assert found["loss_objective"] == pytest.approx(0.4, rel=1e-12)
     found = of_all({**computed, "loss_objective": 0.0, "loss_count": 0}, made[2:], 0, 8)

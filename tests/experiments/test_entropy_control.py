@@ -45,6 +45,7 @@ def test_the_coefficient_rises_below_the_target_falls_above_it_and_stays_in_boun
     assert after(1.0, 0.0) == 1.0 and after(0.0, 2.0) == 0.0
     assert after(0.25, 1.0) == 0.25, "on target"
     assert after(0.25, 0.0, labelled=0) == 0.25, "no label has an entropy"
+    assert EntropyControl(target=0.0, first=1.0).maximum == 1.0, "both are allowed"
 
 
 @pytest.mark.costly

@@ -12,7 +12,7 @@ import pytest
 from experiments.config import OptimizerConfig
 from experiments.learner.backend import StepGradient
 from experiments.learner.optimizers import Optimizer, adamw
-from experiments.learner.soundness import path_name
+from experiments.learner.soundness import finite_leaves, name_non_finite, path_name
 from experiments.learner.update import TrainState, Update
 from experiments.loop.loop import take_step
 from experiments.loop.queue import DocumentQueue
@@ -110,6 +110,24 @@ def test_a_state_that_cannot_be_trained_on_is_named_and_stays_as_it_is(run, name
     assert run.learner.fault() is None
     in_state(run, part, leaf, value)
     assert refusal(run) == words and run.learner.fault() == words
+
+
+@pytest.mark.parametrize("leaf", ["v_row/w", "v_col/w", "v/b"])
+def test_a_negative_second_moment_of_adafactor_is_not_sound(leaf):
+    optimizer = OptimizerConfig(name="adafactor", learning_rate=1.0).optimizer(5)
+    shapes = jax.eval_shape(optimizer.init, {"w": np.ones((128, 128), np.float32), "b": np.ones(2, np.float32)})
+
+    def sound(value):
+        named = lambda path: path_name(path).endswith(leaf)  # noqa: E731
+        full = lambda path, x: np.full(x.shape, value if named(path) else 0, x.dtype)  # noqa: E731
+        return finite_leaves(jax.tree_util.tree_map_with_path(full, shapes))
+
+    assert sound(0.0).all() and np.sum(~sound(-1.0)) == 1
+
+
+def test_three_leaves_are_all_named():
+    found = name_non_finite("gradient", dict.fromkeys("abc", 0), np.zeros(3, bool))
+    assert found == "gradient not finite in a, b, c"
 
 
 def with_sums(monkeypatch, run, **changes):
@@ -227,9 +245,9 @@ def test_a_reward_that_raises_leaves_everything_as_before_the_step(run, made):
     assert before == (state_bytes(run), run.feed.state())
 
 
-def sums_of(gradients):
+def sums_of(gradients, count=1):
     """The sums of a step with a loss of 1."""
-    parts = StepSums(gradients, WeightedSum(jnp.float32(1), jnp.int32(1)), PolicyMetricTerms({}))
+    parts = StepSums(gradients, WeightedSum(jnp.float32(1), jnp.int32(count)), PolicyMetricTerms({}))
     return StepGradient(parts, jnp.float32(0))
 
 
@@ -269,8 +287,8 @@ def test_the_checks_change_no_bit_of_a_good_step(name):
     state, plain = update.init(params), update.init(jax.tree.map(jnp.copy, params))
     for _ in range(5):
         gradients = jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), jnp.float32), params)
-        total = sums_of(gradients)
-        plain = unchecked(optimizer)(plain, total)
-        state, applied = update(state, total)
-        assert applied.applied
+        plain = unchecked(optimizer)(plain, sums_of(gradients, count=4))
+        state, applied = update(state, sums_of(gradients), further=3)
+        norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(gradients))) / 4
+        assert applied.applied and applied.loss == 0.25 and applied.grad_norm == pytest.approx(norm, rel=1e-5)
         jax.tree.map(np.testing.assert_array_equal, state, plain)

@@ -53,6 +53,7 @@ def test_jsonl_counts_bytes_and_strips(tmp_path):
         (b'{"prompt": "a", "answer": NaN}', "invalid JSON: NaN is not a number of JSON"),
         (b'{"prompt": "a", "answer": "1", "metadata": [-Infinity]}', "invalid JSON: -Infinity is not a number of JSON"),
         (b'{"prompt": "a", "answer": 1e999}', "expected numbers that float64 holds, got 1e999"),
+        (b'{"prompt": "a", "answer": 1' + b"0" * 4300 + b"}", "expected integers of at most 4300 digits, got a longer one"),
         (None, "expected a JSON object, got NoneType"),
         ({"prompt": "a", "answer": True}, "'answer' must be a string, got bool"),
         ({"messages": [], "answer": "1"}, "'messages' is empty"),

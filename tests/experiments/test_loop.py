@@ -1,5 +1,6 @@
 """The loop around a learner that is a counter: signals, saving by time, evaluations and logs across a resume."""
 
+import dataclasses
 import os
 import re
 import signal
@@ -329,6 +330,23 @@ def test_checkpoints_by_time(tmp_path, monkeypatch, minutes, seconds, wanted):
     _, _, run = start(tmp_path, at, checkpoint={"every_minutes": minutes})
     run()
     assert saved == wanted
+
+
+def test_drift_is_reported_in_the_first_step_that_can_and_then_every_so_often(tmp_path, monkeypatch):
+    """No token of step 1 tells a difference."""
+    asked, step = [], Learner.step
+    drift = SimpleNamespace(seconds=0.0, metrics=lambda tokenizer: {}, lines=lambda tokenizer: [])
+
+    def step_with_drift(learner, documents, *, report_drift):
+        asked.extend([learner.run.step] * report_drift)
+        found = drift if report_drift and learner.run.step > 1 else None
+        return dataclasses.replace(step(learner, documents, report_drift=report_drift), drift=found)
+
+    monkeypatch.setattr(Learner, "step", step_with_drift)
+    _, folder, run = start(tmp_path, drift={"every": 2})
+    run()
+    logged = [record["step"] for record in read_metrics(folder.metrics).records if record["kind"] == "drift"]
+    assert asked == [1, 2, 4, 6] and logged == [2, 4, 6]
 
 
 @pytest.mark.bad_input

@@ -12,7 +12,7 @@ from experiments.experience.stored import write_documents
 from experiments.loop.resume import resume
 from experiments.loop.run import train
 from experiments.runs.ends import GuardAbort
-from jaxlogp import Document
+from jaxlogp import Document, Support
 from tests.experiments.tiny import assert_same_state, tiny, train_records
 
 OPTIONS = SamplingOptions(max_new_tokens=3)
@@ -34,10 +34,22 @@ def own(answer, **limits):
 
 
 def test_documents_come_as_a_list_or_as_an_experience():
-    documents = [document(versions=4), document((5, 6, 7))]
+    documents = [document(versions=4), document((5, 6, 7, 8)), Document(np.array([3]), np.array([False]))]
     assert own(lambda policy, step: documents).documents == tuple(documents)
     assert own(lambda policy, step: Experience(tuple(documents))).documents == tuple(documents)
     assert own(lambda policy, step: None) is None
+
+
+def test_a_function_is_told_how_often_it_was_called_also_after_a_resume():
+    steps = []
+    first, second = (
+        OwnSource(lambda policy, step: steps.append(step) or [document()], "mine", vocab_size=9, row_length=4)
+        for _ in range(2)
+    )
+    first.next(Stub()), first.next(Stub())
+    second.restore(first.state())
+    second.next(Stub())
+    assert steps == [0, 1, 2]
 
 
 def raises(policy, step):
@@ -62,6 +74,14 @@ BAD = {
         lambda *_: [Document.of_completion([3], [4])],
         r"documents\[0\]: expected sampler_log_probs of its labels, got None",
     ),
+    "columns": (
+        lambda *_: [document(columns={"x": np.zeros(1)})],
+        r"documents\[0\]: expected no further columns, got \['x'\]",
+    ),
+    "support": (
+        lambda *_: [document(support=Support.from_lists([[4]]))],
+        r"documents\[0\]: expected no support without --loss.on-support, got Support",
+    ),
     "lengths": (lambda policy, step: [Document.of_completion([3], [4, 5], [-0.5])], "ValueError: log_probs: expected"),
 }  # fmt: skip
 
@@ -72,6 +92,24 @@ def test_a_bad_source_is_told_in_one_sentence(name):
     answer, words = BAD[name]
     with pytest.raises(SourceFailed, match=f"^source mine: {words}"):
         own(answer)
+
+
+SUPPORTS = {
+    "none": (None, "the support of its labels with --loss.on-support .*, got None"),
+    "large": ([4, 8, 7], "a support of at most 2 ids, got 3"),
+    "an id": ([4, 9], "a support of ids below 9, got 9"),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("name", SUPPORTS)
+def test_a_support_has_to_fit(name):
+    fits = document(support=Support.from_lists([[4, 8]]))
+    assert own(lambda *_: [fits], support_capacity=2).documents == (fits,)
+    ids, words = SUPPORTS[name]
+    other = document(support=ids and Support.from_lists([ids]))
+    with pytest.raises(SourceFailed, match=rf"^source mine: documents\[1\]: expected {words}$"):
+        own(lambda *_: [fits, other], support_capacity=2)
 
 
 @pytest.mark.bad_input

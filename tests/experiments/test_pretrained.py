@@ -382,6 +382,12 @@ BAD = {
     "tokenizer_config.json, eos_token: expected text that UTF-8 can hold, got '\\ud800'": change_json(
         "tokenizer_config.json", lambda config: config.update(eos_token="\ud800")
     ),
+    "tokenizer_config.json, eos_token: expected a token of tokenizer.json, got '</s>'": change_json(
+        "tokenizer_config.json", lambda config: config.update(eos_token="</s>")
+    ),
+    "tokenizer_config.json, bos_token: expected a token of tokenizer.json, got '<s>'": change_json(
+        "tokenizer_config.json", lambda config: config.update(bos_token="<s>")
+    ),
     "chat template: expected a Jinja program, got": lambda path: (path / "chat_template.jinja").write_text("{% for %}"),
     "model directory: expected one with tokenizer": remove("tokenizer.json"),
 }

@@ -16,7 +16,7 @@ from experiments.loop.queue import DocumentQueue
 from experiments.refusal import NotFinite, Refusal
 from experiments.tasks.protocol import TaskFailed
 from experiments.tasks.rewards import RewardFailed
-from jaxlogp import Document, DocumentSchedule
+from jaxlogp import Document, DocumentSchedule, Support
 from tests.experiments.stacked import stacked
 
 
@@ -120,12 +120,15 @@ def test_other_columns_are_refused_whichever_rank_has_them():
         packing.rounds(documents(2))
 
 
-def test_queued_documents_come_back_with_their_columns():
-    columns = {"ref_log_probs": np.float32([-0.1, -1 / 3])}
-    document = Document.of_completion([3], [4, 5], np.float32([-2 / 3, -1.0]), advantages=1.0, columns=columns)
-    packing = Packing(1, rows=1, row_length=4, vocab_size=9, pad_id=0, columns=("ref_log_probs",))
+def test_queued_documents_come_back_with_their_columns_and_support():
+    columns, support = {"ref_log_probs": np.float32([-0.1, -1 / 3])}, Support.from_lists([[4, 8], [5]])
+    given = {"advantages": 1.0, "columns": columns, "support": support}
+    document = Document.of_completion([3], [4, 5], np.float32([-2 / 3, -1.0]), **given)
+    packing = Packing(1, rows=1, row_length=4, vocab_size=9, pad_id=0, columns=("ref_log_probs",), support_capacity=4)
     queue = DocumentQueue([document])
     other = DocumentQueue.from_json(json.loads(json.dumps(queue.to_json())))
+    kept = other.documents[0].support
+    assert (kept.ids.tolist(), kept.counts.tolist()) == ([4, 8, 5], [2, 1])
     before, after = (next(each.rounds(packing)).micro_batch(0) for each in (queue, other))
     np.testing.assert_array_equal(before.per_token["ref_log_probs"], after.per_token["ref_log_probs"])
     assert after.per_token["ref_log_probs"][0, :2].tolist() == columns["ref_log_probs"].tolist()
@@ -192,11 +195,13 @@ def test_several_passes_over_a_rollout_have_orders_of_their_own_and_resume():
         assert [numbers_of(resumed.take(None)) for _ in range(9 - stop)] == steps[stop:]
 
 
-@pytest.mark.parametrize(("number", "exact", "wanted"), [(3, True, 3), (3, False, 4), (8, True, 8), (9, False, 12)])
+@pytest.mark.parametrize(
+    ("number", "exact", "wanted"), [(3, True, 3), (3, False, 4), (8, True, 8), (9, False, 12), (0, True, 6)]
+)
 def test_a_step_ends_at_the_number_or_with_its_micro_batch(number, exact, wanted):
     """A micro-batch has room for four documents, a rollout has six; what was drawn for the step is counted."""
     taken = feed(number, exact=exact, epochs=1).take(None)
-    assert numbers_of(taken) == list(range(wanted)) and taken.counts.groups == (2 if number == 3 else 4)
+    assert numbers_of(taken) == list(range(wanted)) and taken.counts.groups == (2 if number < 6 else 4)
 
 
 class Failing(Counting):
@@ -233,7 +238,7 @@ def test_a_refused_rollout_refuses_its_step_and_what_waits_is_kept():
 
 
 class Scoring:
-    """A policy whose old log-probs are finite at the second call."""
+    """A policy whose old log-probs, minus the last token, are finite at the second call."""
 
     calls = 0
 
@@ -241,7 +246,7 @@ class Scoring:
         self.calls += 1
         if self.calls == 1:
             raise NotFinite(Refusal("log-probs not finite"))
-        return [np.float32([-0.25])] * len(given)
+        return [np.float32([-each.tokens[1]]) for each in given]
 
 
 class WithOldLogProbs(Counting):
@@ -259,6 +264,6 @@ def test_old_log_probs_are_the_policys_where_it_scores_and_refuse_a_step_where_t
     assert scored.take(policy).refusal == Refusal("log-probs not finite")
     taken = scored.take(policy)
     assert numbers_of(taken) == list(range(6, 12))
-    assert [each.old_log_probs.tolist() for each in taken.documents] == [[-0.25]] * 6
+    assert [each.old_log_probs.tolist() for each in taken.documents] == [[-4.0 - number] for number in range(6, 12)]
     own = feed(6, WithOldLogProbs(), rescore=True, epochs=1).take(policy)
-    assert [each.old_log_probs.tolist() for each in own.documents] == [[-0.5], [-0.25]] * 3
+    assert [each.old_log_probs.tolist() for each in own.documents] == [[-0.5], [-5.0], [-0.5], [-7.0], [-0.5], [-9.0]]

@@ -11,7 +11,7 @@ from flax import nnx
 from experiments.config import LossConfig
 from experiments.learner.learner import Learner
 from experiments.learner.objectives import CrossEntropy, PolicyObjective
-from experiments.learner.selection import ClipCov, KlCov, TopEntropy
+from experiments.learner.selection import ClipCov, KlCov, TopEntropy, label_mask
 from experiments.loop.assemble import SELECTION, assemble
 from experiments.loop.resume import resume
 from experiments.loop.run import train
@@ -220,6 +220,7 @@ def test_a_choice_that_meets_scores_that_are_not_finite_refuses_the_step():
 def test_a_step_without_labels_has_nothing_to_choose(choose):
     made = [Document(np.int32([1, 2, 3]), np.zeros(3, bool))] * 2
     marked = choose(made, [np.zeros(0, np.float32)] * 2, jax.random.key(0))
+    assert [label_mask(count).size for count in (0, 1, 4, 5)] == [1, 1, 4, 8]
     assert choose.fraction(marked) is None and all(np.shape(each.advantages) in ((), (0,)) for each in marked)
 
 
@@ -230,6 +231,7 @@ def test_an_advantage_of_each_label_is_kept():
     np.testing.assert_array_equal(marked.advantages, [2.0, -3.0])
     (marked,) = TopEntropy(0.5)(made, [np.float32([0.5, 0.7])], jax.random.key(0))
     np.testing.assert_array_equal(marked.advantages, [0.0, -3.0])
+    assert TopEntropy(0.5).fraction([marked]) == 0.5
 
 
 REFUSED = {
@@ -250,5 +252,5 @@ def test_options_that_choose_nothing_or_more_than_all_are_refused(name):
 
 def test_an_algorithm_brings_its_choice():
     assert LossConfig().selection() is None and LossConfig(name="clip_cov").selection() == ClipCov(2e-4, 1.0, 5.0)
-    assert LossConfig(name="kl_cov", cov_share=0.01).selection() == KlCov(0.01)
+    assert LossConfig(name="kl_cov", cov_share=1.0).selection() == KlCov(1.0)
     assert LossConfig(name="gspo_token", top_entropy=0.2).selection() == TopEntropy(0.2)

@@ -259,6 +259,7 @@ ARRAYS = {
     "negative": ({"tokens": np.array([5, 6, -7, 8])}, "tokens: expected ids in [0, 2147483647], got [-7]"),
     "large": ({"tokens": np.array([5, 6, 2**31, 8])}, "tokens: expected ids in [0, 2147483647], got [2147483648]"),
     "dtype": ({"tokens": np.ones(4)}, "tokens: expected an integer dtype, got float64 array of shape (4,)"),
+    "booleans": ({"tokens": np.ones(4, bool)}, "tokens: expected an integer dtype, got bool array of shape (4,)"),
     "axes": ({"tokens": np.ones((2, 2), np.int32)}, "tokens: expected one axis, got int32 array of shape (2, 2)"),
     "labels": ({"labels": np.array([0, 1, 2, 0])}, "labels: expected 0 or 1 for each token, got [2]"),
     "few labels": ({"labels": np.array([False, True])}, "labels: expected 4 values, one for each token, got 2"),
@@ -267,12 +268,14 @@ ARRAYS = {
     "end": ({"offsets": np.array([0, 3, 5])}, "offsets: expected rising numbers from 0 to 4, the number of tokens, got"),
     "order": ({"offsets": np.array([0, 3, 2, 4])}, "offsets: expected rising numbers from 0 to 4, the number of tokens"),
     "empty": ({"offsets": np.array([0, 3, 3, 4])}, "offsets: expected rising numbers from 0 to 4, the number of tokens"),
+    "no offset": ({"offsets": np.zeros(0, np.int32)}, "offsets: expected rising numbers from 0 to 4, the number of tokens"),
     "none": ({"offsets": np.array([0])}, "offsets: expected rising numbers from 0 to 4, the number of tokens"),
     "log-probs": ({"sampler_log_probs": np.zeros(4, np.float32)}, f"sampler_log_probs: {EACH_LABEL}, got 4"),
     "nan": ({"sampler_log_probs": np.array([np.nan, 0])}, "sampler_log_probs: expected finite numbers that fp32 holds, got"),
     "positive": ({"sampler_log_probs": np.array([0.5, 0])}, "documents[0]: sampler_log_probs: expected log-probs of at"),
     "integers": ({"sampler_log_probs": np.array([0, 0])}, "sampler_log_probs: expected a floating dtype, got int64 array"),
     "reward": ({"reward": np.ones(4)}, "reward: expected 2 values, one for each document, got 4"),
+    "a large one": ({"reward": np.array([1, 1e39])}, "reward: expected finite numbers that fp32 holds, got [1.e+39]"),
     "rewards": ({"reward": np.array([1, np.inf])}, "documents[1]: reward: expected a finite number, got"),
     "ambiguous": ({"advantages": np.ones(2)}, f"{AMBIGUOUS} (or a .jsonl file), got 2 of both"),
     "versions": ({**ONE, "versions": np.ones(3, np.int64)}, f"versions: {EITHER} for each document, got 3"),
@@ -331,12 +334,15 @@ def test_refuses_to_write_what_could_not_be_read(tmp_path):
     two = Document(np.array([1, 2, 3]), np.array([False, True, True]), np.ones(2, np.float32))
     column = Document(np.array([1, 2]), np.array([False, True]), columns={"ref_log_probs": np.zeros(1)})
     supported = dataclasses.replace(one, support=Support.from_lists([[2]]))
+    rewarded = dataclasses.replace(one, reward=1e39)
     large = Document(np.array([1, 2]), np.array([False, True]), np.array([1e39]))
     for name, documents, words in (
         ("a.jsonl", [], "documents: expected at least one, got none"),
         ("a.npz", [one], "documents: expected a file .jsonl or .safetensors, got .*a.npz"),
         ("a.jsonl", [one, column], r"documents\[1\]: expected no further columns, got \['ref_log_probs'\]"),
         ("a.jsonl", [large], r"advantages: expected finite numbers that fp32 holds, got \[1.e\+39\]"),
+        ("a.jsonl", [rewarded], r"reward: expected finite numbers that fp32 holds, got \[1.e\+39\]"),
+        ("a.safetensors", [rewarded], r"reward: expected finite numbers that fp32 holds, got \[1.e\+39\]"),
         ("a.safetensors", [large], r"advantages: expected finite numbers that fp32 holds, got \[1.e\+39\]"),
         (
             "a.safetensors",

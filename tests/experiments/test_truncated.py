@@ -85,13 +85,16 @@ class WithReference(ScriptedPolicy):
     """Its reference has log-probs of the tokens that are further and further from the policy's."""
 
     def reference_log_probs(self, documents):
+        self.asked = [each.tokens.tolist() for each in documents]
         return [each.sampler_log_probs - np.float32(0.25) * np.arange(1, each.num_labels + 1) for each in documents]
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_a_kl_in_the_reward_is_the_sum_over_the_tokens(estimator):
     reward = RewardConfig(kl_coefficient=0.5, kl_estimator=estimator)
-    made = rollouts(reward=reward).next(WithReference(TOKENIZER, ANSWERS))
+    policy = WithReference(TOKENIZER, ANSWERS)
+    made = rollouts(reward=reward).next(policy)
+    assert policy.asked == [each.tokens.tolist() for each in made.documents]
     steps = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: np.exp(-d) - 1.0 + d}[estimator]
     kl = [sum(steps(0.25 * (place + 1)) for place in range(count)) for count in (2, 3, 3, 2)]
     rewards = np.array([1.5, 2.5, 3.0, 1.5]) - 0.5 * np.array(kl)
@@ -123,6 +126,8 @@ def test_rollouts_are_counted():
 def test_completions_of_a_source_that_draws_no_groups_are_counted():
     counted = RolloutMetrics(completions=4, tokens=10, truncated=1).metrics()
     assert counted == {"truncated_completions": 1, "truncated_share": 0.25, "completion_length_mean": 2.5}
+    empty = RolloutMetrics(completions=4, support_ids=0).metrics()
+    assert empty == {"truncated_completions": 0, "truncated_share": 0.0, "completion_length_mean": 0.0}
 
 
 def test_masked_completions_have_no_labels_and_stay_in_their_group():

@@ -100,8 +100,9 @@ def test_a_cause_is_one_of_all_draws_of_a_step():
     for both in (RolloutMetrics() + one + other, other + one):
         assert both.why_no_signal(3) == "within each group rewards are equal"
         assert both.metrics()["reward/odd"] == 1 / 8 and both.metrics()["degenerate_groups"] == 1.0
-    some = dataclasses.replace(one, unfit=1, empty=3, truncated=3)
+    some = RolloutMetrics() + dataclasses.replace(one, unfit=1, empty=3, truncated=3)
     assert some.why_no_signal(3) == "every reward is 0"
+    assert RolloutMetrics(groups=2, degenerate=2).why_no_signal(3) == "within each group rewards are equal"
 
 
 def test_an_answer_in_characters_that_the_model_lacks_does_not_fit():

@@ -186,6 +186,7 @@ GRPO = [
     ("--loss.entropy-target -0.1", "--loss.entropy-target: expected a finite number of at least 0, got -0.1"),
     ("--loss.entropy-target inf", "--loss.entropy-target: expected a finite number of at least 0, got inf"),
     (f"{TARGET} --loss.entropy-step 0", "--loss.entropy-step: expected a finite number > 0, got 0.0"),
+    (f"{TARGET} --loss.entropy-step inf", "--loss.entropy-step: expected a finite number > 0, got inf"),
     (f"{TARGET} --loss.entropy-maximum -1", "--loss.entropy-maximum: expected a finite number > 0"),
     (
         f"{TARGET} --loss.entropy-coefficient 1.5",

@@ -112,6 +112,10 @@ def load_tokenizer(path: Path, *, chat_template: bool | None = True) -> Pretrain
     inner = _inner(path)
     options = _optional(path, "tokenizer_config.json")
     tokens = {name: _token_text(options, name) for name in SPECIAL_TOKENS if options.has(name)}
+    for name in ("bos_token", "eos_token"):
+        # A template would write it in pieces, and no answer would end with it.
+        known = name not in tokens or inner.token_to_id(tokens[name]) is not None
+        require(known, f"{options.place}, {name}", "a token of tokenizer.json", repr(tokens.get(name)))
     template = None if chat_template is False else _template(path, options, tokens, needed=chat_template is True)
     ids = [_optional(path, name) for name in ("generation_config.json", "config.json")]
     # The tokenizer's own end token first: it is the one that ends a turn of the chat.
