@@ -82,18 +82,6 @@ class LeafSums:
 
         return sums
 
-    def lower_score(self, params: nnx.State, padding: GlobalMicroBatch) -> Callable[[], int | None]:
-        programs, packing = self._programs, padding.packing
-        loaded, device = programs.shapes(params), programs.ranks.devices[0]
-        step, _ = programs.reader.lower(loaded.weights[0], packing.rows, packing.row_length, device)
-        head, _ = programs.lower_head(packing.rows, packing.row_length, packing.support_capacity)
-
-        def need() -> int | None:
-            held, counted = (loaded.weights, loaded.heads, loaded.rows), (loaded.rows, loaded.weights)
-            return bytes_in_turn(held, zip((head(), step()), counted, strict=True))
-
-        return need
-
     def sums_waiting(self, rounds: int) -> int:
         """Returns the nodes of the tree that wait, in parts that the ranks share."""
         ranks = self._programs.ranks.count

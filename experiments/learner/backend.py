@@ -56,9 +56,6 @@ class GradientBackend(Protocol):
     def lower(self, params: nnx.State, padding: GlobalMicroBatch) -> Callable[[], CompiledSums]:
         """Lowers the programs of one round, and returns what compiles them before their first call."""
 
-    def lower_score(self, params: nnx.State, padding: GlobalMicroBatch) -> Callable[[], int | None]:
-        """Lowers what `score` runs, and returns what compiles it and returns its bytes beside the parameters."""
-
     def sums_waiting(self, rounds: int) -> int:
         """Returns how many sums of earlier rounds a device holds while it computes one of so many, at most."""
 

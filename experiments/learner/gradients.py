@@ -80,11 +80,6 @@ class GspmdGradients(GradientBackend):
 
         return sums
 
-    def lower_score(self, params: nnx.State, padding: GlobalMicroBatch) -> Callable[[], int | None]:
-        states = params, self._frozen
-        compiled = lower_program(self._score, *states, self._placed(padding, with_columns=False))
-        return lambda: compiled().bytes_beside(bytes_a_device(states))
-
     def sums_waiting(self, rounds: int) -> int:
         return min(rounds - 1, 1)
 

@@ -109,10 +109,6 @@ class Learner:
         lowered = self.gradients.lower(self.state.params, self._step_packing.padding())
         return functools.partial(self._compiled, lowered)
 
-    def lower_log_probs(self) -> Callable[[], int | None]:
-        """Lowers the program of `log_probs`, and returns what compiles it and returns its bytes beside the parameters."""
-        return self.gradients.lower_score(self.state.params, self._scored_packing.padding())
-
     def _compiled(self, lowered: Callable[[], CompiledSums]) -> StepNeed:
         _, micro_batch, sums = lowered()
         update = self._update.ahead(self.state, sums)

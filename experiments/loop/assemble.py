@@ -92,13 +92,6 @@ class Setup(Inference):
         )
 
     @property
-    def scores_documents(self) -> bool:
-        """Whether the learner's log-probs are asked for apart from its steps: by `rescore`, or for a KL, which is at
-        temperature 1."""
-        rollout = self.config.rollout
-        return bool(rollout.rescore) or (self.learner.keeps_reference and rollout.temperature == 1.0)
-
-    @property
     def warms_up(self) -> bool:
         return bool(self.config.warm_start.max_steps)
 

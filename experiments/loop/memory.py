@@ -115,13 +115,11 @@ def memory_need(setup: Setup, *, warm_start_to_come: bool) -> MemoryNeed:
     alone = MemoryNeed(state, host=bytes_of_process(setup.learner.template()))
     drawing = functools.partial(setup.samplers.lower, params)
     others = [(name, functools.partial(drawing, shape)) for name, shape in setup.shapes.items()]
-    if setup.scores_documents:
-        others.append(("micro-batch", setup.learner.lower_log_probs))
     if warm_start_to_come:
-        # Last, so that a run that is resumed after it numbers its kernels as before.
+        # Last: the programs of a run that is resumed after its warm start are numbered as before.
         assert isinstance(setup.evaluation, AnswerEvaluation), "answers are rewarded"
-        others.append(("evaluation", functools.partial(drawing, setup.evaluation.check_shape)))
         others.append(("micro-batch", functools.partial(_lower_warm_start, setup)))
+        others.append(("evaluation", functools.partial(drawing, setup.evaluation.check_shape)))
     lowerings = [setup.learner.lower, *(lower for _, lower in others)]
     need, *found = _side_by_side(lowerings, setup.learner.reserve_host_memory)
     parts = {"micro-batch": need.micro_batch, "update": need.update}
@@ -135,6 +133,7 @@ def memory_need(setup: Setup, *, warm_start_to_come: bool) -> MemoryNeed:
 
 
 def _lower_warm_start(setup: Setup) -> Callable[[], int | None]:
+    """Lowers a micro-batch of the warm start, whose first step would otherwise wait for it alone."""
     sums = setup.backend.gradients(WARM_START, 1.0)
     compiled = sums.lower(setup.learner.state.params, warm_start_packing(setup).padding())
     return lambda: compiled().bytes_beside

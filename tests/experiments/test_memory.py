@@ -232,7 +232,7 @@ def test_a_run_that_cannot_fit_is_refused_without_a_folder_and_a_resume_without_
 ):
     options = {"warm_start": {"max_steps": 1, "check_every": 1}, "schedule": {"steps": 1}, "quiet": False}
     # Shapes that no other test has compiled.
-    options |= {"rollout": {"num_generations": 3}, "evaluation": {"num_prompts": 5, "kl": True}}
+    options |= {"rollout": {"num_generations": 3}, "evaluation": {"num_prompts": 5}}
     # In every thread, for programs are compiled side by side.
     jax.config.update("jax_log_compiles", True)
     try:
@@ -240,8 +240,8 @@ def test_a_run_that_cannot_fit_is_refused_without_a_folder_and_a_resume_without_
     finally:
         jax.config.update("jax_log_compiles", False)
     compiled = Counter(names_compiled(caplog))
-    # Of rollouts, evaluations and checks of the warm start; of the warm start and the training; of the KL.
-    programs = {"_prefill": 3, "_decode": 3, "_of_micro_batch": 2, "_of_scoring": 1}
+    # Of rollouts, evaluations and checks of the warm start; of the warm start and the training.
+    programs = {"_prefill": 3, "_decode": 3, "_of_micro_batch": 2}
     assert {name: compiled[name] for name in programs} == programs, "asking for their memory adds none"
     line = next(each for each in capsys.readouterr().out.splitlines() if each.startswith("memory per device: "))
     assert "state" in line and "micro-batch" in line and "rollout" in line and "at least" not in line
