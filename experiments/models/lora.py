@@ -26,7 +26,7 @@ class LoraConfig:
     rank: Annotated[int, AtLeast(0)] = 0
     """Rank of the adapters. 0: none, the whole model is trained."""
     alpha: Annotated[float, Positive()] = 16.0
-    """Multiplier of an adapter's product, times --lora.rank."""
+    """An adapter's product is multiplied by this over --lora.rank."""
     modules: tuple[str, ...] = ADAPTABLE
     """Projections with an adapter."""
 

@@ -21,7 +21,8 @@ from experiments.models.huggingface.turn_spans import render_turns
 from experiments.models.parameters import abstract_decoder
 from experiments.models.pretrained import open_pretrained, small_files
 from experiments.models.tokenizer import ByteTokenizer, CharTokenizer
-from experiments.sampling.sample_token import logits_of
+from experiments.sampling.options import SamplingOptions
+from experiments.sampling.sample_token import logits_of, sample_token
 from tests.experiments.samples import rule, sample
 from tests.experiments.tiny_directory import CONFIGS, VOCAB, decoder_on_disk, write_tiny_directory
 
@@ -34,6 +35,7 @@ torch = pytest.importorskip("torch", reason="the extra parity is not installed")
 
 TOKENS = np.random.RandomState(2).randint(0, VOCAB, (3, 24)).astype(np.int32)
 NEW = 32
+ROWS, IDS = 400, 500
 
 
 def theirs(path):
@@ -180,3 +182,63 @@ def test_the_own_tokenizers_read_the_same_in_transformers(tokenizer, tmp_path):
 def zeros(config):
     graph, state = abstract_decoder(config)
     return graph, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state)
+
+
+def kept_here(logits, temperature=1.0, **filters):
+    keys, room = jax.random.split(jax.random.key(0), ROWS), np.full(ROWS, IDS, np.int32)
+    return np.asarray(sample_token(logits, keys, SamplingOptions(1, temperature, **filters), room).kept)
+
+
+def kept_there(logits, top_k=0, **options):
+    """By the processors of transformers, in the order in which its `generate` applies them."""
+    config = transformers.GenerationConfig(do_sample=True, top_k=top_k, **options)
+    processors = transformers.GenerationMixin()._get_logits_processor(config)
+    return torch.isfinite(processors(None, torch.tensor(logits))).numpy()
+
+
+def on_the_edge(logits, temperature=1.0, top_k=IDS, top_p=1.0, min_p=0.0):
+    """Ids that a rounding in fp32 may keep or leave out, found in float64."""
+    scaled = logits.astype(np.float64) / temperature
+    scaled -= scaled.max(axis=1, keepdims=True)
+    weights = np.where(scaled >= np.sort(scaled)[:, -min(top_k, IDS), None], np.exp(scaled), 0.0)
+    order = np.argsort(-weights, axis=1)
+    in_order = np.take_along_axis(weights / weights.sum(axis=1, keepdims=True), order, axis=1)
+    before = np.take_along_axis(np.cumsum(in_order, axis=1) - in_order, np.argsort(order, axis=1), axis=1)
+    edge = np.zeros_like(before, bool)
+    if top_p < 1.0:
+        # Each side adds n numbers that sum to 1: n independent roundings, of which this is four deviations.
+        edge |= np.abs(before - top_p) <= 2 * 4 * np.sqrt(np.count_nonzero(weights, axis=1).max()) * 2.0**-24
+    if min_p > 0.0:
+        # Each side rounds at most four numbers below 32.
+        edge |= np.abs(scaled - np.log(min_p)) <= 8 * 32 * 2.0**-24
+    return edge
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 20},
+        {"top_k": IDS + 1, "top_p": 0.9},
+        {"top_p": 0.3, "temperature": 1.5},
+        {"min_p": 0.05, "temperature": 0.7},
+        {"top_k": 5, "top_p": 0.6},
+        {"top_p": 0.9, "min_p": 0.1, "temperature": 1.3},
+        {"top_k": 30, "top_p": 0.95, "min_p": 0.02, "temperature": 0.6},
+    ],
+    ids=str,
+)
+def test_the_sampler_keeps_the_ids_that_transformers_keeps(options):
+    logits = (3 * np.random.default_rng(0).normal(size=(ROWS, IDS))).astype(np.float32)
+    edge, here, there = on_the_edge(logits, **options), kept_here(logits, **options), kept_there(logits, **options)
+    np.testing.assert_array_equal(here[~edge], there[~edge])
+    assert edge.sum() <= 0.02 * ROWS and there.sum(axis=1).min() < IDS / 10
+
+
+def test_ties_with_the_last_id_are_kept_as_in_transformers_and_by_top_p_too_of_which_it_keeps_the_first_sorted():
+    logits = np.round(3 * np.random.default_rng(0).normal(size=(ROWS, IDS))).astype(np.float32)
+    for options in ({"top_k": 20}, {"min_p": 0.03}, {"top_k": 20, "min_p": 0.2}):
+        np.testing.assert_array_equal(kept_here(logits, **options), kept_there(logits, **options))
+    here, there = kept_here(logits, top_p=0.7), kept_there(logits, top_p=0.7)
+    lowest = np.where(there, logits, np.inf).min(axis=1, keepdims=True)
+    np.testing.assert_array_equal(here, logits >= lowest)
+    assert (here.sum(axis=1) > there.sum(axis=1)).mean() > 0.5
