@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxlogp.errors import require
 
+INT32_MAX = int(np.iinfo(np.int32).max)
 AnyArray = jax.Array | np.ndarray
 """What functions take: JAX arrays, traced or not, and NumPy arrays. What they return is a `jax.Array`."""
 
@@ -38,9 +39,8 @@ def as_int32(ids: int | np.integer | Integer[AnyArray, "*shape"]) -> Int[Array, 
     ids = np.asarray(ids, np.int64) if isinstance(ids, int) else ids
     # 64-bit NumPy ids are narrowed in NumPy: without x64, jnp.asarray would wrap them.
     xp = np if isinstance(ids, np.ndarray | np.generic) else jnp
-    top = np.iinfo(np.int32).max
-    if np.iinfo(ids.dtype).max > top:
-        held = (ids >= 0) & (ids <= xp.asarray(top, ids.dtype))
+    if np.iinfo(ids.dtype).max > INT32_MAX:
+        held = (ids >= 0) & (ids <= xp.asarray(INT32_MAX, ids.dtype))
         ids = xp.where(held, ids, xp.asarray(0, ids.dtype)).astype(np.int32) - (~held).astype(np.int32)
     return jnp.asarray(ids.astype(np.int32))
 

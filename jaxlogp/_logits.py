@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ from jaxlogp._compat import (
 from jaxlogp._stats import Normaliser, TokenLogProbs, all_reduce, finish, logit_gradient, tile_stats
 from jaxlogp._targets import OUT_OF_VOCAB, LocalTargets, check_targets, localise, mask_cotangents
 from jaxlogp._vocab import VocabShards, local_shard
-from jaxlogp.errors import describe, require, require_flags, require_operand_dtype
+from jaxlogp.errors import describe, require, require_flags, require_hashable, require_operand_dtype
 from jaxlogp.head.projection import HeadSpec, finish_logits, product_gradient
 
 
@@ -146,8 +145,7 @@ def sharded_log_probs_from_logits(
     require_operand_dtype(logits, "logits")
     require_axes(mesh, vocab_axis=(vocab_axis,), token_axes=token_axes)
     require("axis_name" not in options, "axis_name", "not to be given (vocab_axis names it)", options.get("axis_name"))
-    for name, value in options.items():
-        require(isinstance(value, Hashable), name, "a hashable value, not an array", describe(value))
+    require_hashable(options)
     split, shape = math.prod(mesh.shape[axis] for axis in token_axes), logits.shape
     ok = len(shape) >= 2 and shape[0] % split == 0
     require(ok, "logits", f"shape [*tokens, V], its first dimension divisible by {split}", describe(logits))

@@ -19,11 +19,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxlogp._arrays import AnyArray, compute_dtype
+from jaxlogp._arrays import INT32_MAX, AnyArray, compute_dtype
 from jaxlogp._compat import AxisNames, axis_tuple, refuse_unchecked_gradient
 from jaxlogp.errors import describe, is_concrete, require, require_floating, require_mask, require_tokens
-
-_INT32_MAX = int(np.iinfo(np.int32).max)
 
 
 # JAX rebuilds it with leaves that are not arrays (sentinels, shapes), so functions check the fields that they use.
@@ -123,7 +121,7 @@ def _count(mask: Bool[AnyArray, "*shape"], axes: tuple) -> Int[Array, ""]:
     total = mask.size
     for axis in axes:
         total *= lax.axis_size(axis)
-    require(total <= _INT32_MAX, "mask", f"at most {_INT32_MAX} elements over all ranks, for an int32 count", total)
+    require(total <= INT32_MAX, "mask", f"at most {INT32_MAX} elements over all ranks, for an int32 count", total)
     return jnp.sum(mask, dtype=jnp.int32)
 
 

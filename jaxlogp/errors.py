@@ -4,6 +4,7 @@ Every message reads ``argument: expected …, got …``. Checks of values (not o
 is, a call outside ``jax.jit`` and the like; :func:`is_concrete` tells the two apart.
 """
 
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import jax
@@ -91,6 +92,12 @@ def require_flags(**flags: Any) -> None:
     """Raises ``ValueError`` unless every flag is True or False: any text is true, "no" as well."""
     for argument, value in flags.items():
         require(isinstance(value, (bool, np.bool_)), argument, "True or False", describe(value))
+
+
+def require_hashable(options: Mapping[str, Any]) -> None:
+    """Raises ``ValueError`` for the first of options by name that cannot be a static argument of ``jax.jit``."""
+    for name, value in options.items():
+        require(isinstance(value, Hashable), name, "a hashable value, not an array", describe(value))
 
 
 def require_positive(value: Any, argument: str) -> None:

@@ -29,11 +29,13 @@ PROMPT, COMPLETION, MESSAGES, TRAIN = "prompt", "completion", "messages", "train
 
 @dataclass(frozen=True)
 class Conversations:
-    """Documents of one file by split, in the order of its lines; with the sha256 of the file and the line of its longest."""
+    """Documents of one file by split, in the order of its lines; with the sha256 of the file, and the tokens and the line of
+    the longest."""
 
     path: str
     documents: dict[Split, tuple[Document, ...]]
     digest: str
+    longest: int
     longest_line: int
 
 
@@ -52,8 +54,10 @@ def load_conversations(path: str, tokenizer: Tokenizer, limits: Limits = NO_LIMI
     parsed, digest = parse_lines(path, lambda line: _parse(line, tokenizer, limits))
     for split, document in parsed:
         documents[split].append(document)
-    longest = max(range(len(parsed)), key=lambda index: parsed[index][1].tokens.size)
-    return Conversations(path, {split: tuple(documents[split]) for split in SPLITS}, digest, longest + 1)
+    sizes = [document.tokens.size for _, document in parsed]
+    longest = max(sizes)
+    by_split = {split: tuple(documents[split]) for split in SPLITS}
+    return Conversations(path, by_split, digest, longest, sizes.index(longest) + 1)
 
 
 def _parse(line: bytes, tokenizer: Tokenizer, limits: Limits) -> tuple[Split, Document]:

@@ -11,7 +11,7 @@ from experiments.learner.learner import Learner
 from experiments.learner.objectives import CrossEntropy
 from experiments.learner.packing import Packing
 from experiments.loop.assemble import Setup
-from experiments.loop.evaluation import CHECK_PROMPTS, AnswerEvaluation
+from experiments.loop.evaluation import AnswerEvaluation
 from experiments.loop.feed import DocumentFeed
 from experiments.loop.supervised import SupervisedFile
 from experiments.runs.console import ROWS, STEP_COLUMNS, SUPERVISED_COLUMNS, Column
@@ -98,7 +98,7 @@ def warm_start_phase(trained: Setup) -> Phase:
     learner = Learner(trained.backend, WARM_START, options.optimizer(), packing, params)
     examples = WorkedExamples(PromptStream(task, seed + 1, None), trained.sizes.prompt, options.batch_size)
     setup = replace(trained, learner=learner, source=examples)
-    checks = PromptStream(task, seed + 2, None).take(CHECK_PROMPTS)
+    checks = PromptStream(task, seed + 2, None).take(evaluation.check_shape.prompts)
 
     def evaluate(step: int) -> Measured:
         right = evaluation.exact_match_on(checks, setup.policy_of(setup.params), step)

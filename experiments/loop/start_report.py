@@ -82,17 +82,17 @@ class _Facts(NamedTuple):
 
 
 def _document_facts(config: Config, task: SupervisedFile, tokenizer: Tokenizer) -> _Facts:
-    documents, schedule = task.load(tokenizer).documents, config.schedule
+    found, schedule = task.load(tokenizer), config.schedule
+    documents = found.documents
     labels = sum(document.num_labels for document in documents["train"])
-    # Rows are as long, and the cost of attention is quadratic in it.
-    longest = max(document.tokens.size for each in documents.values() for document in each)
+    # Rows are as long as the longest, and the cost of attention is quadratic in it.
     data = (
         f"{task.path}, {len(documents['train'])} documents ({labels:,} labels), {len(documents['held_out'])} held out, "
-        f"the longest of {longest:,} tokens"
+        f"the longest of {found.longest:,} tokens"
     )
     passes = "" if schedule.epochs is None else f", at most {schedule.epochs} pass{'es' if schedule.epochs > 1 else ''}"
     return _Facts(
-        "data", data, f"{schedule.steps} of {schedule.docs_per_step} documents each{passes}", None, [], longest, 0
+        "data", data, f"{schedule.steps} of {schedule.docs_per_step} documents each{passes}", None, [], found.longest, 0
     )
 
 

@@ -59,10 +59,9 @@ class SupervisedFile:
         self, tokenizer: Tokenizer, schedule: ScheduleConfig, mesh: MeshSpec, leaf_rows: int | None
     ) -> LengthLimits:
         found = self.load(tokenizer)
-        longest = max(document.tokens.size for split in found.documents.values() for document in split)
-        row = row_length_for(longest, schedule, mesh, f"{self.path}, line {found.longest_line}")
+        row = row_length_for(found.longest, schedule, mesh, f"{self.path}, line {found.longest_line}")
         step = -(-(schedule.docs_per_step or 1) // mesh.ranks)
-        return LengthLimits(longest - 1, 1, row, schedule.rows or leaf_rows or rows_for(row, step))
+        return LengthLimits(found.longest - 1, 1, row, schedule.rows or leaf_rows or rows_for(row, step))
 
 
 def find_task(config: Config) -> "Task | SupervisedFile":

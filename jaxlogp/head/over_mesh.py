@@ -3,7 +3,7 @@
 import functools
 import math
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int
 from jaxlogp._arrays import AnyArray, as_int32
 from jaxlogp._compat import automatic_mesh_axes, axis_tuple, known_sharding, place, require_axes
 from jaxlogp._vocab import VocabShards
-from jaxlogp.errors import describe, require
+from jaxlogp.errors import describe, require, require_hashable
 from jaxlogp.head.call import WEIGHT_LAYOUTS, check_operands
 from jaxlogp.head.registry import EngineChoice, default_shards, first_choice, report, with_head_runs
 from jaxlogp.head.support.ids import Support, check_support, mask_by_support
@@ -164,8 +164,7 @@ def run_over_mesh(
     require(isinstance(shards, VocabShards), "vocab", "a VocabShards or None", describe(shards))
     require(vocab_size == shards.vocab_size, "weight", f"vocab_size {shards.vocab_size} rows", describe(weight))
     options = options | {"vocab": shards, "engine": tuple(engine) if isinstance(engine, list) else engine}
-    for name, value in options.items():
-        require(isinstance(value, Hashable), name, "a hashable value, not an array", describe(value))
+    require_hashable(options)
 
     weight = place(shards.shard_rows(weight, layout.vocab_dim), mesh, layout.weight)
     bias = None if bias is None else place(shards.shard_rows(bias), mesh, PartitionSpec(layout.vocab_axis))

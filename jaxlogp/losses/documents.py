@@ -11,12 +11,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from jaxlogp._arrays import AnyArray, as_int32
+from jaxlogp._arrays import INT32_MAX, AnyArray, as_int32
 from jaxlogp._compat import axis_tuple, refuse_unchecked_gradient, union_of_varying_axes, vary_over, varying_axes
 from jaxlogp.errors import describe, is_concrete, require, require_integer
 from jaxlogp.losses.inputs import flat, is_array
-
-_INT32_MAX = int(np.iinfo(np.int32).max)
 
 
 # JAX rebuilds it with leaves that are not arrays (sentinels, None), so functions check the fields that they use.
@@ -152,7 +150,7 @@ def _check_document_values(
         return
     total = int(num_documents)
     require(0 <= total <= capacity, "num_documents", f"a number in [0, {capacity}]", total)
-    require(total <= _INT32_MAX, "num_documents", f"at most {_INT32_MAX}, for an int32 count", total)
+    require(total <= INT32_MAX, "num_documents", f"at most {INT32_MAX}, for an int32 count", total)
     if not is_concrete(mask, document_ids):
         return
     labels, ids = np.asarray(mask), np.asarray(document_ids)

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Shaped
 
-from jaxlogp._arrays import AnyArray
+from jaxlogp._arrays import INT32_MAX, AnyArray
 from jaxlogp._compat import automatic_axes
 from jaxlogp.errors import describe, is_concrete, is_number, require, require_floating, require_integer
 
@@ -108,9 +108,8 @@ def check_lengths(lengths: Any) -> None:
     require_integer(lengths, "lengths")
     if is_concrete(lengths) and lengths.size > 0:
         smallest, largest = (int(end(np.asarray(lengths))) for end in (np.min, np.max))
-        most = int(np.iinfo(np.int32).max)
         require(smallest >= 0, "lengths", "numbers of at least 0", smallest)
-        require(largest <= most, "lengths", f"numbers of at most {most}", largest)
+        require(largest <= INT32_MAX, "lengths", f"numbers of at most {INT32_MAX}", largest)
 
 
 def is_array(values: object) -> bool:

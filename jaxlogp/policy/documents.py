@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from jaxlogp._arrays import AnyArray
+from jaxlogp._arrays import INT32_MAX, AnyArray
 from jaxlogp.errors import describe, is_integer, is_number, require, require_flags
 from jaxlogp.head.support.ids import PADDING_ID, Support
 
@@ -24,10 +24,9 @@ PADDING_SEGMENT = -1
 SAMPLER_COLUMN = "sampler_log_probs"
 # Names of attributes that loss and packing read, which no further column may have.
 _LOSS_INPUTS = ("old_log_probs", "advantages", SAMPLER_COLUMN)
-_INT32_MAX = int(np.iinfo(np.int32).max)
 # By dtype: the unsigned dtype that its bits are read as, and the largest token id.
 _LARGEST_ID = {
-    np.dtype(f"{kind}{size}"): (np.dtype(f"u{size}"), min(int(np.iinfo(f"{kind}{size}").max), _INT32_MAX))
+    np.dtype(f"{kind}{size}"): (np.dtype(f"u{size}"), min(int(np.iinfo(f"{kind}{size}").max), INT32_MAX))
     for kind in "iu"
     for size in (1, 2, 4, 8)
 }
@@ -194,8 +193,8 @@ class Document:
         if versions.dtype.kind not in "iu" or versions.shape not in ((), self.label_positions.shape):
             expected = f"an integer, or integers of shape {self.label_positions.shape} of the labels"
             require(False, "versions", expected, describe(self.versions))
-        if versions.size and not 0 <= versions.min() <= versions.max() <= _INT32_MAX:
-            require(False, "versions", f"integers in [0, {_INT32_MAX}]", describe(self.versions))
+        if versions.size and not 0 <= versions.min() <= versions.max() <= INT32_MAX:
+            require(False, "versions", f"integers in [0, {INT32_MAX}]", describe(self.versions))
 
 
 def _require_support(support: object) -> None:
@@ -275,8 +274,8 @@ def _ids(ids: Sequence[int] | Integer[AnyArray, " ids"]) -> np.ndarray:
     array = np.asarray(ids)
     is_ids = array.ndim == 1 and (array.size == 0 or np.issubdtype(array.dtype, np.integer))
     require(is_ids, "ids", "a sequence of token ids, which are integers", describe(ids))
-    if array.size and not 0 <= array.min() <= array.max() <= _INT32_MAX:
-        require(False, "ids", f"token ids in [0, {_INT32_MAX}]", (int(array.min()), int(array.max())))
+    if array.size and not 0 <= array.min() <= array.max() <= INT32_MAX:
+        require(False, "ids", f"token ids in [0, {INT32_MAX}]", (int(array.min()), int(array.max())))
     return array
 
 
@@ -400,8 +399,8 @@ def pack_documents(
     """
     for name, value in {"rows": rows, "row_length": row_length}.items():
         require(is_integer(value) and value > 0, name, "an integer above 0", repr(value))
-    good = is_integer(pad_id) and 0 <= pad_id <= _INT32_MAX
-    require(good, "pad_id", f"a token id of at least 0 and at most {_INT32_MAX}", repr(pad_id))
+    good = is_integer(pad_id) and 0 <= pad_id <= INT32_MAX
+    require(good, "pad_id", f"a token id of at least 0 and at most {INT32_MAX}", repr(pad_id))
     require(not isinstance(columns, str), "columns", "a sequence of names", repr(columns))
     require_flags(share_rows=share_rows)
     given = support_capacity

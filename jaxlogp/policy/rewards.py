@@ -4,11 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer
 
-from jaxlogp._arrays import AnyArray, as_int32
+from jaxlogp._arrays import INT32_MAX, AnyArray, as_int32
 from jaxlogp.errors import describe, is_integer, is_number, require
 from jaxlogp.losses.inputs import check_lengths
 
-_INT32_MAX = int(np.iinfo(np.int32).max)
 _FP32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -44,8 +43,8 @@ def soft_overlong_punishment(
         DAPO, arXiv:2503.14476, equation 13.
     """
     check_lengths(lengths)
-    good = is_integer(max_length) and 0 < max_length <= _INT32_MAX
-    require(good, "max_length", f"an integer above 0 and at most {_INT32_MAX}", describe(max_length))
+    good = is_integer(max_length) and 0 < max_length <= INT32_MAX
+    require(good, "max_length", f"an integer above 0 and at most {INT32_MAX}", describe(max_length))
     good = is_integer(buffer) and 0 <= buffer <= max_length
     require(good, "buffer", f"an integer in [0, max_length = {max_length}]", describe(buffer))
     # A factor that is infinite in fp32 would make NaN of 0 for short completions.
