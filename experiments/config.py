@@ -203,6 +203,9 @@ def _validate_unused(config: Config) -> None:
     require(fits, "--loss.advantages", expected, advantages)
     expected = "no value without --model.path, whose chat template it switches off"
     require(model.chat_template or model.path is not None, "--model.no-chat-template", expected, "the option")
+    expected = "none of the reward's parts with --reward.kl-coefficient, which is subtracted from their sum"
+    whole = config.reward.kl_coefficient == 0.0 or advantages != "decoupled"
+    require(whole, "--loss.advantages", expected, advantages)
     warm_start = config.warm_start
     skipped = warm_start.max_steps is None and resolved.warm_start.max_steps == 0 and not config.supervised
     expected = "no options without --warm-start.max-steps, since a model from disk has no warm start by itself"

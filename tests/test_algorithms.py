@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from jaxlogp import losses
-from jaxlogp.policy.algorithms import ADVANTAGES, ALGORITHMS, OVER_BATCH, find_algorithm
+from jaxlogp.policy.algorithms import ADVANTAGES, ALGORITHMS, OVER_BATCH, CompletionRewards, find_algorithm
 from tests import oracle
 
 RNG = np.random.default_rng(0)
 REWARDS, LENGTHS = RNG.normal(0.3, 1.0, (5, 4)).astype(np.float32), RNG.integers(0, 9, (5, 4))
 BASELINES = RNG.normal(size=5).astype(np.float32)
+PARTS, WEIGHTS = np.stack([REWARDS, REWARDS**2], axis=-1), np.float32([1.0, 0.5])
 WIDE = np.float64(REWARDS)
 CENTRED = WIDE - WIDE.mean(axis=1, keepdims=True)
 
@@ -25,6 +26,12 @@ def over_labels(values):
     return (values - repeated.mean()) / (repeated.std(ddof=1) + 1e-8)
 
 
+def scaled(values):
+    """Values less the mean of their group, divided by its deviation."""
+    return (values - values.mean(axis=1, keepdims=True)) / (values.std(axis=1, ddof=1, keepdims=True) + 1e-4)
+
+
+DECOUPLED = scaled(WIDE) + 0.5 * scaled(np.float64(PARTS[..., 1]))
 EXPECTED = {
     "group": CENTRED / (WIDE.std(axis=1, ddof=1, keepdims=True) + 1e-4),
     "centred": CENTRED,
@@ -35,6 +42,7 @@ EXPECTED = {
     "batch": over_labels(WIDE),
     "batch_baseline": over_labels(CENTRED),
     "active_group": CENTRED,
+    "decoupled": DECOUPLED / (DECOUPLED.std(ddof=1) + 1e-4),
 }
 
 
@@ -42,11 +50,13 @@ EXPECTED = {
 def test_advantages_by_name_are_those_of_their_formula(name):
     # Sums of at most 20 rewards below 2.2 times lengths below 9, a root and a division by a deviation above 0.4.
     error = oracle.fp32_bound(2.2 / 0.4, 20 + 8)
-    np.testing.assert_allclose(ADVANTAGES[name](REWARDS, LENGTHS, BASELINES).advantages, EXPECTED[name], atol=error)
-    more = np.concatenate([REWARDS[:1], 2 * REWARDS[1:], REWARDS[:1] * 0])
-    other = ADVANTAGES[name](more, np.ones((6, 4), int), np.append(BASELINES, np.float32(0.0)))
-    mine = ADVANTAGES[name](REWARDS, np.ones((5, 4), int), BASELINES).advantages
-    same = np.allclose(mine[0], other.advantages[0], rtol=0.0, atol=error)
+    given = CompletionRewards(REWARDS, LENGTHS, BASELINES, PARTS, WEIGHTS)
+    np.testing.assert_allclose(ADVANTAGES[name](given).advantages, EXPECTED[name], atol=error)
+    mine = ADVANTAGES[name](given._replace(lengths=np.ones((5, 4), int))).advantages
+    more = [np.concatenate([x[:1], 2 * x[1:], x[:1] * 0]) for x in (REWARDS, PARTS)]
+    baselines = np.append(BASELINES, np.float32(0.0))
+    other = CompletionRewards(more[0], np.ones((6, 4), int), baselines, more[1], WEIGHTS)
+    same = np.allclose(mine[0], ADVANTAGES[name](other).advantages[0], rtol=0.0, atol=error)
     assert same == (name not in OVER_BATCH)
 
 
@@ -84,4 +94,5 @@ def test_a_masked_completion_counts_in_no_mean_over_labels():
     rewards, lengths = jnp.array([[1.0, 0.0], [5.0, 0.0]]), jnp.array([[3, 3], [0, 3]])
     expected = over = np.array([1.0] * 3 + [0.0] * 6)
     expected = (1.0 - over.mean()) / (over.std(ddof=1) + 1e-8)
-    np.testing.assert_allclose(ADVANTAGES["batch"](rewards, lengths, None).advantages[0, 0], expected, rtol=1e-6)
+    advantages = ADVANTAGES["batch"](CompletionRewards(rewards, lengths)).advantages
+    np.testing.assert_allclose(advantages[0, 0], expected, rtol=1e-6)

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxlogp import (
     active_group_advantages,
     batch_advantages,
+    decoupled_advantages,
     greedy_baseline_advantages,
     group_advantages,
     leave_one_out_advantages,
@@ -156,6 +157,41 @@ def test_gpg_scales_by_the_share_of_active_groups():
     np.testing.assert_array_equal(active_group_advantages(rows[1:3]).advantages, np.zeros((2, 3)))
 
 
+# Three functions: REWARDS, one that differs in the other groups too, and one of a hundredth of its size.
+FUNCTIONS = np.stack([REWARDS, REWARDS[::-1], 0.01 * (IDS + np.arange(9))], axis=-1).astype(np.float32)
+
+
+@pytest.mark.parametrize("weights", [None, [1.0, -0.5, 2.0], np.float32([0.0, 1.0, 0.0])])
+def test_gdpo_normalizes_each_function_before_their_sum_and_then_the_batch(weights):
+    wide, total = np.float64(FUNCTIONS), np.zeros(9)
+    for k, weight in enumerate(np.ones(3) if weights is None else weights):
+        for group in set(IDS.tolist()):
+            own = IDS == group
+            centred = wide[own, k] - wide[own, k].mean()
+            total[own] += weight * centred / (centred.std(ddof=min(1, own.sum() - 1)) * (own.sum() > 1) + 1e-4)
+    expected = total / (total.std(ddof=1) + 1e-4)
+    # Parts of up to 2 with weights of up to 3.5, from differences of rewards near 0.4 with deviations above 0.01, and a
+    # deviation of the sum above 0.5.
+    error = oracle.fp32_bound(0.4 / 0.01, 9) * 3.5 / 0.5
+    for result in both(decoupled_advantages, FUNCTIONS, weights=weights, group_ids=IDS):
+        np.testing.assert_allclose(result.advantages, expected, atol=error)
+        np.testing.assert_array_equal(result.degenerate, IDS == 40)
+        assert np.asarray(result.advantages)[IDS == 40] == 0.0, "exactly, so that it need not be computed"
+
+
+def test_gdpo_of_rows_that_differ_in_one_function_or_none():
+    rows = np.float32([[[1, 0], [0, 0]], [[1, 10], [1, 0]], [[3, 3], [3, 3]]])
+    for result in both(decoupled_advantages, rows, epsilon=0.0):
+        # Four parts of ±√½ among six: the deviation is √(4 · ½ / 5).
+        np.testing.assert_allclose(result.advantages[:2], [[1.25**0.5, -(1.25**0.5)]] * 2, atol=ERROR)
+        assert not np.any(result.advantages[2]) and result.degenerate.tolist() == [False, False, True]
+    one_sum = group_advantages(rows.sum(axis=-1)).advantages
+    assert abs(one_sum[0, 0] - one_sum[1, 0]) < 1e-3, "in a group of two the size of a reward has no effect"
+    # Functions that cancel leave nothing, and no division by 0.
+    cancelled = decoupled_advantages(rows[:1, :, [0, 0]], weights=(1.0, -1.0), epsilon=0.0).advantages
+    np.testing.assert_array_equal(cancelled, np.zeros((1, 2)))
+
+
 def test_leaving_one_out_is_the_centred_reward_stretched():
     """RLOO against REINFORCE with the group's mean: the factor n / (n - 1), and nothing else."""
     rewards = np.random.default_rng(0).normal(0, 1, (4, 5)).astype(np.float32)
@@ -174,6 +210,7 @@ def test_rewards_with_group_ids_may_be_split_over_a_mesh(kind):
         "length weighted": lambda r, b, n, i: length_weighted_advantages(r, n, group_ids=i),
         "greedy baseline": lambda r, b, n, i: greedy_baseline_advantages(r, b, group_ids=i),
         "active": lambda r, b, n, i: active_group_advantages(r, group_ids=i),
+        "decoupled": lambda r, b, n, i: decoupled_advantages(jnp.stack([r, b], axis=-1), group_ids=i),
     }
 
     def all_of(*arrays):
@@ -197,6 +234,7 @@ def test_float64_is_kept():
             length_weighted_advantages(rewards, lengths, group_ids=IDS),
             greedy_baseline_advantages(rewards, rewards, group_ids=IDS),
             active_group_advantages(rewards, group_ids=IDS),
+            decoupled_advantages(np.float64(FUNCTIONS), weights=[1.0, 2.0, 0.5], group_ids=IDS),
         ):
             assert result.advantages.dtype == jnp.float64
 
@@ -214,6 +252,14 @@ BAD = {
     "baselines  ": lambda: greedy_baseline_advantages(ROWS, COUNTS[0, :2]),
     "rewards": lambda: active_group_advantages(ROWS[0]),
     "rewards ": lambda: batch_advantages(ROWS * np.float32(np.inf)),
+    "rewards  ": lambda: decoupled_advantages(ROWS),
+    "rewards   ": lambda: decoupled_advantages(ROWS[..., None][..., :0]),
+    "rewards    ": lambda: decoupled_advantages(None),
+    "weights": lambda: decoupled_advantages(ROWS[..., None], weights=[1.0, 2.0]),
+    "weights ": lambda: decoupled_advantages(ROWS[..., None], weights=[np.nan]),
+    "weights  ": lambda: decoupled_advantages(ROWS[..., None], weights=1.0),
+    "weights   ": lambda: decoupled_advantages(ROWS[..., None], weights=COUNTS[0, :1]),
+    "epsilon ": lambda: decoupled_advantages(ROWS[..., None], epsilon=-1.0),
 }
 
 

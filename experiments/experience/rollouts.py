@@ -20,7 +20,7 @@ from experiments.tasks import Rewards
 from experiments.tasks.options import RewardConfig
 from experiments.tasks.rewards import RewardNotFinite
 from jaxlogp import Document
-from jaxlogp.policy.algorithms import ADVANTAGES
+from jaxlogp.policy.algorithms import ADVANTAGES, CompletionRewards
 
 ROLLOUTS = 1
 """First number of the seed of a rollout."""
@@ -112,7 +112,9 @@ class Rollouts(ExperienceSource):
         baselines = score(policy.tokenizer, examples, greedy, self._rewards).scored[0].rewards if greedy else None
         kl = self._kl(policy, [prompts[i // copies] for i in range(len(drawn))], drawn)
         rewards = (scored.rewards - self._reward.kl_coefficient * kl).astype(np.float32).reshape(shape)
-        advantages = jax.device_get(self._advantages(rewards, lengths.reshape(shape), baselines).advantages)
+        parts, weights = scored.parts.reshape(*rewards.shape, -1), self._rewards.weights.astype(np.float32)
+        given = CompletionRewards(rewards, lengths.reshape(shape), baselines, parts, weights)
+        advantages = jax.device_get(self._advantages(given).advantages)
         # There is nothing to learn from such a group: its rewards are equal, unless they are compared with other groups'.
         degenerate = ~advantages.any(axis=1)
         facts = zip(drawn, advantages.ravel().tolist(), scored.rewards.tolist(), strict=True)

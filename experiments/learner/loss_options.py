@@ -22,13 +22,15 @@ class LossConfig:
     """Algorithm: a policy loss with its advantages, and changes to it. None keeps the algorithm's own value."""
 
     name: str = "grpo"
-    """cispo, clip_cov, dapo, dr_grpo, gmpo, gpg, grpo, grpo_paper, gspo, gspo_token, kl_cov, lite_ppo, opo, reinforce,
-    reinforce_pp, reinforce_pp_baseline, remax, rloo, sapo or vespo (docs/losses.md).
+    """cispo, clip_cov, dapo, dppo_kl, dppo_tv, dr_grpo, gdpo, gmpo, gpg, grpo, grpo_paper, gspo, gspo_token, kl_cov,
+    lite_ppo, opo, reinforce, reinforce_pp, reinforce_pp_baseline, remax, rloo, sapo or vespo (docs/losses.md).
     Or a loss of your own (register_loss)."""
     epsilon: float | None = None
-    """Lower clip range: ratios below 1 - --loss.epsilon are clipped. With gmpo log-ratios below its negative, in nats."""
+    """Lower clip range: ratios below 1 - --loss.epsilon are clipped. With gmpo log-ratios below its negative, in nats.
+    dppo_tv and dppo_kl: labels stop whose probability has fallen by more, or by more of this KL."""
     epsilon_high: float | None = None
-    """Upper clip range: ratios above 1 + --loss.epsilon-high are clipped. With gmpo log-ratios above it, in nats."""
+    """Upper clip range: ratios above 1 + --loss.epsilon-high are clipped. With gmpo log-ratios above it, in nats.
+    dppo_tv and dppo_kl: the same of a probability that has risen."""
     delta: float | None = None
     """Largest ratio where the advantage is negative (dual clip)."""
     temperature_positive: float | None = None
@@ -36,7 +38,7 @@ class LossConfig:
     temperature_negative: float | None = None
     """sapo: temperature of the gate elsewhere."""
     max_weight: float | None = None
-    """cispo: largest importance weight."""
+    """cispo, dppo_tv and dppo_kl: largest importance weight."""
     min_weight: float | None = None
     """cispo: smallest importance weight."""
     weighting: str | None = None
@@ -80,7 +82,7 @@ class LossConfig:
     """Advantages of completions (docs/losses.md). None: those of the algorithm.
     In a group: group (minus its mean, divided by its deviation), centred (not divided), leave_one_out, length_weighted.
     Against a greedy completion of each prompt: greedy_baseline.
-    Over a rollout: batch_scaled, batch, batch_baseline, active_group."""
+    Over a rollout: batch_scaled, batch, batch_baseline, active_group, decoupled (each of --reward.functions by itself)."""
     skip_zero_advantages: bool | None = None
     """Count documents whose advantages are all 0 in the divisor of the loss, and do not compute them.
     Their gradient is exactly 0. Metrics that need the policy's log-probs are then named computed/...

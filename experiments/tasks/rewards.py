@@ -102,6 +102,10 @@ class Rewards:
     def names(self) -> tuple[str, ...]:
         return tuple(term.name for term in self.terms)
 
+    @property
+    def weights(self) -> Float[np.ndarray, " K"]:
+        return np.array([term.weight for term in self.terms], np.float64)
+
     def score(self, examples: Sequence[Example], completions: Sequence[Completion]) -> Scored:
         """Scores completions, one for each example.
 
@@ -124,7 +128,7 @@ class Rewards:
     ) -> Scored:
         """Computes rewards from their parts, one row for each completion; raises as `score`."""
         said = np.array(parts, np.float64).reshape(len(parts), len(self.terms))
-        rewards = said @ np.array([term.weight for term in self.terms], np.float64)
+        rewards = said @ self.weights
         for number, reward in enumerate(rewards.tolist()):
             if _finite(reward) is None:
                 document = _described(number, examples[number], completions[number])

@@ -5,6 +5,7 @@ from jaxlogp.losses.documents import DocumentLayout
 from jaxlogp.losses.loss import LossTokens, PolicyLoss, loss_tokens, policy_loss, reduce_losses, weighted_losses
 from jaxlogp.losses.objectives import (
     Clipped,
+    DivergenceMask,
     GammaWeight,
     LogLikelihood,
     Objective,
@@ -16,6 +17,8 @@ from jaxlogp.losses.presets import (
     PRESETS,
     cispo,
     dapo,
+    dppo_kl,
+    dppo_tv,
     dr_grpo,
     gmpo,
     gpg,
@@ -38,7 +41,10 @@ __all__ = [
     "Correction",
     "correction_weight_sum",
     "dapo",
+    "DivergenceMask",
     "DocumentLayout",
+    "dppo_kl",
+    "dppo_tv",
     "dr_grpo",
     "GammaWeight",
     "gmpo",

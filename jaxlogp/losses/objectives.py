@@ -15,6 +15,8 @@ from jaxtyping import Array, Bool, Float
 from jaxlogp._arrays import AnyArray, hold_python_numbers
 from jaxlogp.errors import is_number, require
 
+DIVERGENCES = ("tv", "kl")
+
 
 @runtime_checkable
 class Objective(Protocol):
@@ -185,6 +187,73 @@ class StopGradientWeight(_Vanishing):
 
 
 @dataclass(frozen=True)
+class DivergenceMask(_Vanishing):
+    """sg(m min(r, max_weight)) A log π, with m = 0 for labels whose probability has moved too far where A drives it, else 1.
+
+    With the probabilities π and μ = π / r of the label under the new and the old policy, the distance of the two as policies
+    over the label and everything else is
+
+        "tv": |π - μ|,        "kl": μ log(μ / π) + (1 - μ) log((1 - μ) / (1 - π)), in nats.
+
+    m = 0 where it is above `epsilon_high`, A > 0 and π > μ, or above `epsilon`, A < 0 and π < μ. A ratio of 100 between
+    probabilities of 1e-5 and 1e-3 stays, one of 0.8 at a probability of 0.99 does not. For the ratio "token", where r is the
+    label's own.
+
+    Attributes:
+        divergence: "tv" or "kl".
+        epsilon: largest distance where A < 0, above 0 (`clip_ratio_low` of verl's dppo_tv and dppo_kl).
+        epsilon_high: largest distance where A > 0, above 0 (`clip_ratio_high`); None for `epsilon`.
+        max_weight: largest importance weight, above 0 (`clip_ratio_c`).
+
+    Raises:
+        ValueError: if the divergence is unknown or a number out of range.
+
+    Example:
+        >>> new, old = jnp.log(jnp.array([0.001, 0.8])), jnp.log(jnp.array([0.0001, 0.99]))
+        >>> [f"{x:.3f}" for x in DivergenceMask("tv", 0.15).value(new - old, new, jnp.array([1.0, -1.0]))]
+        ['-69.078', '0.000']
+
+    References:
+        Rethinking the Trust Region in LLM Reinforcement Learning (DPPO), arXiv:2602.04879.
+    """
+
+    divergence: str = "tv"
+    epsilon: float = 0.15
+    epsilon_high: float | None = None
+    max_weight: float = 20.0
+
+    def __post_init__(self) -> None:
+        require(self.divergence in DIVERGENCES, "divergence", f"one of {DIVERGENCES}", repr(self.divergence))
+        for name in ("epsilon", "max_weight"):
+            _require_above_0(name, getattr(self, name))
+        if self.epsilon_high is not None:
+            _require_above_0("epsilon_high", self.epsilon_high)
+        hold_python_numbers(self)
+
+    def value(
+        self,
+        log_ratio: Float[AnyArray, "*shape"],
+        log_prob: Float[AnyArray, "*shape"],
+        advantages: Float[AnyArray, "*shape"],
+    ) -> Float[Array, "*shape"]:
+        """Computes sg(m min(r, max_weight)) A log π; it is 0 where π is 0."""
+        log_ratio, new = lax.stop_gradient((log_ratio, log_prob))
+        weight = jnp.minimum(jnp.exp(log_ratio), self.max_weight)
+        return _weighted(jnp.where(self._stopped(log_ratio, new, advantages), 0.0, weight) * advantages, log_prob)
+
+    def clipped(self, ratio: Float[AnyArray, "*shape"]) -> Bool[Array, "*shape"]:
+        """Returns True where the weight is limited; `stopped_low_fraction` and `stopped_high_fraction` count where m = 0."""
+        return ratio > self.max_weight
+
+    def _stopped(self, log_ratio: Array, log_prob: Array, advantages: Array) -> Array:
+        new, old = jnp.exp(log_prob), jnp.exp(log_prob - log_ratio)
+        distance = jnp.abs(new - old) if self.divergence == "tv" else _binary_kl(old, new, log_ratio)
+        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        rises, falls = (advantages > 0) & (new > old), (advantages < 0) & (new < old)
+        return (rises & (distance > high)) | (falls & (distance > self.epsilon))
+
+
+@dataclass(frozen=True)
 class SoftGate(_Unbounded):
     """(4 / τ) σ(τ (r - 1)) A, a smooth gate in place of the clip.
 
@@ -305,6 +374,14 @@ class LogLikelihood(_Unbounded):
         """Computes A log π, infinite where π is 0 and A is not."""
         del log_ratio
         return _weighted(advantages, log_prob)
+
+
+def _binary_kl(old: Array, new: Array, log_ratio: Array) -> Array:
+    """Computes the KL of two probabilities of one label from the old to the new one, in nats.
+
+    A probability near 1 is known to some 1e-7 only: without an addition its complement could be 0, and the KL infinite.
+    """
+    return (1.0 - old) * jnp.log((1.0 - old + 1e-8) / (1.0 - new + 1e-8)) - old * log_ratio
 
 
 def _weighted(weight: Float[AnyArray, "*shape"], log_prob: Float[AnyArray, "*shape"]) -> Float[Array, "*shape"]:

@@ -8,12 +8,21 @@ ratios of a token and of a document, A_t and A_d their advantages, and
     clipped(r, A) = min(r A, min(max(r, 1 - epsilon), 1 + epsilon_high) A), with `delta` at least delta A where A < 0.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
-from jaxlogp.errors import require
+from jaxlogp.errors import is_number, require
 from jaxlogp.losses.loss import PolicyLoss
-from jaxlogp.losses.objectives import Clipped, GammaWeight, LogLikelihood, SoftGate, StopGradientWeight, Unclipped
+from jaxlogp.losses.objectives import (
+    Clipped,
+    DivergenceMask,
+    GammaWeight,
+    LogLikelihood,
+    SoftGate,
+    StopGradientWeight,
+    Unclipped,
+)
 from jaxlogp.losses.options import suggest_options
 
 GSPO_WEIGHTINGS = ("document", "length")
@@ -147,6 +156,9 @@ def gmpo(*, epsilon: float = 0.4, epsilon_high: float | None = None, **shared: A
         Geometric-Mean Policy Optimization, arXiv:2507.20673.
     """
     bounds = epsilon, epsilon if epsilon_high is None else epsilon_high
+    for name, bound in zip(("epsilon", "epsilon_high"), bounds, strict=True):
+        good = is_number(bound) and 0.0 < bound < math.inf
+        require(good, name, "a finite number above 0", repr(bound))
     parts = {"objective": Unclipped(), "reduction": "document_mean", "log_clip": bounds}
     return PolicyLoss("gmpo", ratio="sequence", **parts, **shared)
 
@@ -237,6 +249,49 @@ def cispo(*, max_weight: float = 5.0, min_weight: float = 0.0, **shared: Any) ->
 
 
 @_preset
+def dppo_tv(
+    *, epsilon: float = 0.15, epsilon_high: float | None = None, max_weight: float = 20.0, **shared: Any
+) -> PolicyLoss:
+    """Returns DPPO-Binary-TV, which stops a label by the change of its probability, not by its ratio.
+
+    L = -(1 / D) Σ_t m_t sg(min(r_t, max_weight)) A_t log π_t, m_t = 0 where π_t - π_old,t is above epsilon_high and A_t > 0,
+    or below -epsilon and A_t < 0. The old policy is to be the sampler's.
+
+    Args:
+        epsilon: largest fall of a probability, above 0.
+        epsilon_high: largest rise of a probability, above 0; None for `epsilon`.
+        max_weight: largest importance weight, as in `DivergenceMask`.
+        **shared: fields of `PolicyLoss` from `kl_coefficient` to `grad_divisor`.
+
+    References:
+        Rethinking the Trust Region in LLM Reinforcement Learning (DPPO), arXiv:2602.04879.
+    """
+    return PolicyLoss("dppo_tv", objective=DivergenceMask("tv", epsilon, epsilon_high, max_weight), **shared)
+
+
+@_preset
+def dppo_kl(
+    *, epsilon: float = 0.05, epsilon_high: float | None = None, max_weight: float = 20.0, **shared: Any
+) -> PolicyLoss:
+    """Returns DPPO-Binary-KL: `dppo_tv` with the KL of the label's probabilities in the place of their difference.
+
+    L = -(1 / D) Σ_t m_t sg(min(r_t, max_weight)) A_t log π_t, m_t = 0 where the KL of `DivergenceMask` is above
+    epsilon_high, A_t > 0 and π_t > π_old,t, or above epsilon, A_t < 0 and π_t < π_old,t. The old policy is to be the
+    sampler's.
+
+    Args:
+        epsilon: largest KL where A < 0, in nats, above 0.
+        epsilon_high: largest KL where A > 0, in nats, above 0; None for `epsilon`.
+        max_weight: largest importance weight, as in `DivergenceMask`.
+        **shared: fields of `PolicyLoss` from `kl_coefficient` to `grad_divisor`.
+
+    References:
+        Rethinking the Trust Region in LLM Reinforcement Learning (DPPO), arXiv:2602.04879.
+    """
+    return PolicyLoss("dppo_kl", objective=DivergenceMask("kl", epsilon, epsilon_high, max_weight), **shared)
+
+
+@_preset
 def sapo(*, temperature_positive: float = 1.0, temperature_negative: float = 1.05, **shared: Any) -> PolicyLoss:
     """Returns SAPO, with a smooth gate on each token's ratio in place of the clip.
 
@@ -314,6 +369,8 @@ PRESETS: dict[str, Callable[..., PolicyLoss]] = {
         dapo,
         dr_grpo,
         cispo,
+        dppo_tv,
+        dppo_kl,
         sapo,
         reinforce,
         gpg,

@@ -1,6 +1,7 @@
 """Advantages of sampled completions relative to others: of the same prompt, of the whole batch, or a greedy one."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -299,6 +300,59 @@ def active_group_advantages(
     return GroupAdvantages(advantages / jnp.where(active > 0, active, 1.0), degenerate)
 
 
+def decoupled_advantages(
+    rewards: Float[AnyArray, "*completions functions"],
+    *,
+    weights: Float[AnyArray, " functions"] | Sequence[float] | None = None,
+    group_ids: Integer[AnyArray, " completions"] | None = None,
+    epsilon: float = 1e-4,
+) -> GroupAdvantages:
+    """Computes the advantages of GDPO: each reward function normalized within its group before they are added.
+
+    A = S / (std(S) + epsilon) with S = Σ_k w_k (r_k - mean(r_k)) / (std(r_k) + epsilon), mean and sample standard deviation
+    of r_k over the group, and of S over all completions of the call, which are to be those of the whole batch. S has mean 0.
+
+    The sum of rewards that `group_advantages` normalizes has the scale of its largest function: two completions that differ
+    in a small one alone have nearly the same advantage there.
+
+    Args:
+        rewards: [num_groups, num_generations, functions], what each function says of the completions of one prompt per row;
+            or [N, functions] with group_ids. Without weights.
+        weights: [functions], weight of each function; None for 1 each.
+        group_ids: [N], of any integer dtype, or None, as in `group_advantages`.
+        epsilon: number added to both standard deviations, at least 0.
+
+    Returns:
+        The advantages without the axis of functions (fp32, or float64 for float64 rewards), and the degenerate groups, in
+        which no function differs.
+
+    Raises:
+        ValueError: if an argument is refused as in `group_advantages`, there is no function, or the weights are not one
+            finite number for each.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> rewards = jnp.array([[[1.0, 0.0], [0.0, 0.0]], [[1.0, 10.0], [1.0, 0.0]]])
+        >>> [[round(x, 2) for x in row] for row in decoupled_advantages(rewards).advantages.tolist()]
+        [[0.87, -0.87], [0.87, -0.87]]
+
+    References:
+        GDPO, arXiv:2601.05242.
+    """
+    require_floating(rewards, "rewards")
+    axes = 3 if group_ids is None else 2
+    expected = "shape [num_groups, num_generations, functions], or [N, functions] with group_ids"
+    require(rewards.ndim == axes and rewards.shape[-1] > 0, "rewards", expected, rewards.shape)
+    factors = _weights(weights, rewards)
+    functions = [rewards[..., k] for k in range(rewards.shape[-1])]
+    parts = [group_advantages(each, group_ids=group_ids, epsilon=epsilon) for each in functions]
+    total = sum(weight * each.advantages for weight, each in zip(factors, parts, strict=True))
+    degenerate = jnp.all(jnp.stack([each.degenerate for each in parts]), axis=0)
+    # Each part adds up to 0 in its group. The mean is not subtracted: its rounding would make the zeros others.
+    divisor = jnp.std(total, ddof=min(1, total.size - 1)) + epsilon
+    return GroupAdvantages(total / jnp.where(divisor > 0.0, divisor, 1.0), degenerate)
+
+
 class _Groups(NamedTuple):
     """Sums and extremes of groups, repeated at each member (or broadcast to them).
 
@@ -366,6 +420,23 @@ def _groups(rewards: Float[AnyArray, "*rewards"], group_ids: Integer[AnyArray, "
         _, members = jnp.unique(flat(group_ids), return_inverse=True, size=shape[0])
     members = jnp.asarray(members.astype(np.int32))
     return _Groups(members, jax.ops.segment_sum(jnp.ones_like(members), members, num_segments=shape[0])[members])
+
+
+def _weights(
+    weights: Float[AnyArray, " functions"] | Sequence[float] | None, rewards: Float[AnyArray, "*completions functions"]
+) -> Float[Array, " functions"]:
+    """Returns the checked weights in the dtype of the advantages."""
+    count, dtype = rewards.shape[-1], compute_dtype(rewards)
+    if weights is None:
+        return jnp.ones(count, dtype)
+    if not is_array(weights):
+        good = isinstance(weights, Sequence) and all(map(is_number, weights))
+        require(good, "weights", f"{count} numbers, one for each function", describe(weights))
+        weights = np.array(weights, np.float64)
+    require_floating(weights, "weights")
+    require(weights.shape == (count,), "weights", f"shape ({count},), one for each function", weights.shape)
+    _check_finite(weights, "weights")
+    return jnp.asarray(weights).astype(dtype)
 
 
 def _lengths(lengths: Integer[AnyArray, "*rewards"], rewards: Float[AnyArray, "*rewards"]) -> Int[Array, "*rewards"]:

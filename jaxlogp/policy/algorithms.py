@@ -1,11 +1,12 @@
 """Published algorithms by name: a loss, the advantages that it is for, and which labels learn.
 
-`ADVANTAGES` has functions of rewards and completion lengths; `ALGORITHMS` pairs one of them with a preset of
+`ADVANTAGES` has functions of the rewards of completions; `ALGORITHMS` pairs one of them with a preset of
 `jaxlogp.losses`. docs/losses.md lists papers, formulas, and where an algorithm differs from its paper.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxtyping import Float, Integer
 
@@ -16,33 +17,47 @@ from jaxlogp.policy.advantages import (
     GroupAdvantages,
     active_group_advantages,
     batch_advantages,
+    decoupled_advantages,
     greedy_baseline_advantages,
     group_advantages,
     leave_one_out_advantages,
     length_weighted_advantages,
 )
 
-Rewards = Float[AnyArray, "groups generations"]
-Lengths = Integer[AnyArray, "groups generations"]
-Baselines = Float[AnyArray, " groups"] | None
 
-ADVANTAGES: dict[str, Callable[[Rewards, Lengths, Baselines], GroupAdvantages]] = {
-    "group": lambda rewards, lengths, baselines: group_advantages(rewards),
-    "centred": lambda rewards, lengths, baselines: group_advantages(rewards, scale_rewards="none"),
-    "leave_one_out": lambda rewards, lengths, baselines: leave_one_out_advantages(rewards),
-    "length_weighted": lambda rewards, lengths, baselines: length_weighted_advantages(rewards, lengths),
-    "greedy_baseline": lambda rewards, lengths, baselines: greedy_baseline_advantages(rewards, baselines),
-    "batch_scaled": lambda rewards, lengths, baselines: group_advantages(rewards, scale_rewards="batch"),
-    "batch": lambda rewards, lengths, baselines: batch_advantages(rewards, lengths=lengths),
-    "batch_baseline": lambda rewards, lengths, baselines: batch_advantages(rewards, lengths=lengths, baseline=True),
-    "active_group": lambda rewards, lengths, baselines: active_group_advantages(rewards),
+class CompletionRewards(NamedTuple):
+    """What advantages are computed from, a row for each prompt.
+
+    Attributes:
+        rewards: reward of each completion.
+        lengths: labels of each completion; 0 for one that is masked.
+        baselines: reward of each prompt's greedy completion, for "greedy_baseline"; or None.
+        parts: what each of several reward functions says of each completion, for "decoupled"; or None.
+        weights: weight of each function in the reward, for "decoupled"; None for 1 each.
+    """
+
+    rewards: Float[AnyArray, "groups generations"]
+    lengths: Integer[AnyArray, "groups generations"]
+    baselines: Float[AnyArray, " groups"] | None = None
+    parts: Float[AnyArray, "groups generations functions"] | None = None
+    weights: Float[AnyArray, " functions"] | None = None
+
+
+ADVANTAGES: dict[str, Callable[[CompletionRewards], GroupAdvantages]] = {
+    "group": lambda given: group_advantages(given.rewards),
+    "centred": lambda given: group_advantages(given.rewards, scale_rewards="none"),
+    "leave_one_out": lambda given: leave_one_out_advantages(given.rewards),
+    "length_weighted": lambda given: length_weighted_advantages(given.rewards, given.lengths),
+    "greedy_baseline": lambda given: greedy_baseline_advantages(given.rewards, given.baselines),
+    "batch_scaled": lambda given: group_advantages(given.rewards, scale_rewards="batch"),
+    "batch": lambda given: batch_advantages(given.rewards, lengths=given.lengths),
+    "batch_baseline": lambda given: batch_advantages(given.rewards, lengths=given.lengths, baseline=True),
+    "active_group": lambda given: active_group_advantages(given.rewards),
+    "decoupled": lambda given: decoupled_advantages(given.parts, weights=given.weights),
 }
-"""Functions of `jaxlogp` by the names that a command line offers, from rewards and numbers of labels, a row for each prompt.
+"""Functions of `jaxlogp` by the names that a command line offers."""
 
-"greedy_baseline" also reads the reward of each prompt's greedy completion; for all others it may be None.
-"""
-
-OVER_BATCH = frozenset({"batch_scaled", "batch", "batch_baseline", "active_group"})
+OVER_BATCH = frozenset({"batch_scaled", "batch", "batch_baseline", "active_group", "decoupled"})
 """Advantages that depend on the rewards of other prompts: they need those of the whole batch at once."""
 
 
@@ -71,7 +86,10 @@ ALGORITHMS: dict[str, Algorithm] = {
     "cispo": Algorithm(losses.cispo),
     "clip_cov": Algorithm(losses.grpo, selection="clip_cov"),
     "dapo": Algorithm(losses.dapo),
+    "dppo_kl": Algorithm(losses.dppo_kl),
+    "dppo_tv": Algorithm(losses.dppo_tv),
     "dr_grpo": Algorithm(losses.dr_grpo, "centred"),
+    "gdpo": Algorithm(losses.grpo, "decoupled"),
     "gmpo": Algorithm(losses.gmpo),
     "gpg": Algorithm(losses.gpg, "active_group"),
     "grpo": Algorithm(losses.grpo),

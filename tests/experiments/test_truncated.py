@@ -72,6 +72,9 @@ def test_a_stop_text_ends_a_completion_at_the_token_that_completes_it():
     [
         ("greedy_baseline", [-1.0, 0.0, 0.5, -1.0]), ("length_weighted", [-3 / 7, 4 / 7, 15 / 14, -3 / 7]),
         ("leave_one_out", [-5 / 6, 0.5, 7 / 6, -5 / 6]),
+        # Of digits -3/4, 1/4, 5/4, -3/4 over √(11/12), of ended 1/4, 1/4, -3/4, 1/4 over 1/2, with half the weight; then
+        # both groups over the deviation of all eight.
+        ("decoupled", [-0.934843, 0.895791, 0.973894, -0.934843]),
     ],
 )  # fmt: skip
 def test_advantages_are_those_of_the_algorithm(advantages, expected):

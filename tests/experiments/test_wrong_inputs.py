@@ -132,6 +132,10 @@ GRPO = [
         "--schedule.docs-per-step: expected at least 1 with --schedule.epochs-per-rollout, got 0",
     ),
     (
+        "--loss.name gdpo --reward.kl-coefficient 0.1",
+        "--loss.advantages: expected none of the reward's parts with --reward.kl-coefficient, which is subtracted from",
+    ),
+    (
         "--loss.name reinforce_pp --rollout.resample-degenerate",
         "--loss.advantages: expected none over a whole rollout with --rollout.resample-degenerate, ",
     ),

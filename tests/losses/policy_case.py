@@ -71,7 +71,7 @@ def expected_losses(loss, given, base=None):
     + drift_coefficient p_t |log r_t|) of each label, [..., labels], in float64.
 
     `given.new`, `given.entropy` and `given.lse` may have more axes in front. `base` holds the log-probs that gradients
-    stop at: those in the importance weight of `StopGradientWeight`.
+    stop at: those in the importance weights of `StopGradientWeight` and `DivergenceMask`.
     """
     base = given.new if base is None else base
     new, old, base, advantages, ref, entropy, lse = (
@@ -93,7 +93,7 @@ def expected_losses(loss, given, base=None):
             of_document = (base - old)[..., labels]
             frozen = np.exp(of_document.sum(axis=-1) if loss.ratio == "product" else of_document.mean(axis=-1))
             ratio = frozen * np.exp(n - base[..., i])
-        label = -_objective(loss.objective, ratio, frozen, log_prob, a)
+        label = -_objective(loss.objective, ratio, frozen, log_prob, a, base[..., group].mean(axis=-1))
         if loss.kl_coefficient:
             kl = _kl(loss.kl_estimator, ref[..., i] - new[..., i])
             label = label + loss.kl_coefficient * kl * (np.exp(new[..., i] - old[..., i]) if loss.kl_unbiased else 1.0)
@@ -145,7 +145,7 @@ def scaled_error(actual, expected):
     return np.max(np.abs(np.asarray(actual, np.float64) - expected)) / np.max(np.abs(expected))
 
 
-def _objective(objective, r, frozen, log_prob, a):
+def _objective(objective, r, frozen, log_prob, a, frozen_log_prob):
     match objective:
         case losses.Clipped(low, high, delta):
             bounded = np.clip(r, 1 - low, 1 + (low if high is None else high))
@@ -153,6 +153,16 @@ def _objective(objective, r, frozen, log_prob, a):
             return np.maximum(value, delta * a) if delta is not None and a < 0 else value
         case losses.StopGradientWeight(largest, smallest):
             return np.clip(frozen, smallest, largest) * a * log_prob
+        case losses.DivergenceMask(divergence, low, high, largest):
+            p = np.exp(frozen_log_prob)
+            q = p / frozen
+            if divergence == "tv":
+                distance = np.abs(p - q)
+            else:
+                distance = q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
+            rises, falls = (a > 0) & (p > q), (a < 0) & (p < q)
+            stopped = rises & (distance > (low if high is None else high)) | falls & (distance > low)
+            return np.where(stopped, 0.0, np.minimum(frozen, largest)) * a * log_prob
         case losses.SoftGate(positive, negative):
             tau = positive if a > 0 else negative
             return 4 / tau / (1 + np.exp(-tau * (r - 1))) * a

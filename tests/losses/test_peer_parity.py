@@ -9,7 +9,6 @@ import functools
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -140,6 +139,7 @@ def test_the_entropy_bonus_of_trl_is_a_mean_over_labels(loss_type, preset):
 
 MEAN, DOCUMENTS, SUMS = "token-mean", "seq-mean-token-mean", "seq-mean-token-sum"
 NARROW = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}
+BOUNDS, WEIGHT = {"epsilon": 0.05, "epsilon_high": 0.1, "max_weight": 1.8}, {"clip_ratio_c": 1.8}
 VERL_LOSSES = {
     "token-mean": ("vanilla", MEAN, {}, losses.grpo()),
     "clip higher": ("vanilla", MEAN, {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}, losses.dapo()),
@@ -156,6 +156,8 @@ VERL_LOSSES = {
     "sapo": ("sapo", DOCUMENTS, {}, losses.sapo()),
     "gpg": ("gpg", MEAN, {}, losses.gpg()),
     "cispo": ("cispo", MEAN, {"clip_ratio_high": 0.28}, losses.cispo(max_weight=1.28, min_weight=0.8)),
+    "dppo_tv": ("dppo_tv", MEAN, {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1, **WEIGHT}, losses.dppo_tv(**BOUNDS)),
+    "dppo_kl": ("dppo_kl", MEAN, {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1, **WEIGHT}, losses.dppo_kl(**BOUNDS)),
     "geo_mean": ("geo_mean", DOCUMENTS, {"clip_ratio": 0.4}, losses.gmpo()),
 }
 
@@ -179,40 +181,12 @@ def verl_policy_loss(case, mode, reduction, config, weights=None, mask=None):
     return log_probs, function(given.old, log_probs, advantages, mask, **options)[0]
 
 
-class TotalVariation:
-    """An objective of one's own: that of verl's `dppo_tv`, with its bound 0.2 on the change of a probability."""
-
-    def value(self, log_ratio, log_prob, advantages):
-        prob, ratio = jnp.exp(log_prob), jnp.minimum(jnp.exp(log_ratio), 20.0)
-        change = prob - jnp.exp(log_prob - log_ratio)
-        within = jnp.where(advantages > 0, change <= 0.2, change >= -0.2)
-        return jax.lax.stop_gradient(jnp.where(within, ratio, 0.0)) * advantages * log_prob
-
-    def clipped(self, ratio):
-        return ratio > 20.0
-
-
-class DirectRewards:
-    """The same of `dro`, with its β 0.3."""
-
-    def value(self, log_ratio, log_prob, advantages):
-        return log_prob * advantages - 0.15 * jnp.square(log_ratio)
-
-    def clipped(self, ratio):
-        return jnp.zeros_like(ratio, dtype=bool)
-
-
-@pytest.mark.parametrize(
-    "mode, options, objective",
-    [
-        ("dppo_tv", {"clip_ratio_c": 20.0}, TotalVariation()),
-        ("dro", {"policy_loss": SimpleNamespace(dro_beta=0.3)}, DirectRewards()),
-    ],
-)
-def test_a_loss_of_verl_that_is_not_here_is_an_objective_of_ones_own(mode, options, objective):
+def test_dro_of_verl_is_gpg_with_the_k2_kl_to_the_old_policy():
     case = case_of()
-    log_probs, theirs = verl_policy_loss(case, mode, MEAN, VerlConfig(**options))
-    require_same(ours(case, jaxlogp.PolicyLoss(mode, objective=objective)), theirs, log_probs, ROUNDING)
+    config = VerlConfig(policy_loss=SimpleNamespace(dro_beta=0.3))
+    log_probs, theirs = verl_policy_loss(case, "dro", MEAN, config)
+    loss = losses.gpg(kl_coefficient=0.3, kl_estimator="k2")
+    require_same(ours(case, loss, ref_log_probs=case.old), theirs, log_probs, ROUNDING)
 
 
 @pytest.mark.parametrize("share", [2e-4, 0.2, 1.0])
@@ -332,3 +306,25 @@ def test_advantages_of_verl(name):
     theirs = estimate(**given, **options, config=VerlConfig())[0].numpy()
     mine = np.where(mask, np.asarray(function(rewards).advantages)[:, None], 0.0)
     np.testing.assert_allclose(mine, theirs, rtol=0, atol=VERL)
+
+
+def test_gdpo_of_verl_where_all_completions_have_as_many_labels():
+    """It normalizes over labels, in place of completions: L labels of each of N make the deviation another one."""
+    count, length, weights = len(GROUPS), 5, [1.0, 0.3]
+    rewards = np.random.default_rng(4).uniform(0.1, 2.0, (count, 2))
+    whole = torch.ones(count, length).double()
+    config = VerlConfig(gdpo_reward_keys=["a", "b"], gdpo_reward_weights=weights)
+    config.get = lambda name, default=None: getattr(config, name, default)
+    theirs, _ = verl_module("core_algos").get_adv_estimator_fn("gdpo")(
+        token_level_rewards=whole,
+        response_mask=whole,
+        index=GROUPS,
+        config=config,
+        non_tensor_batch={"a": rewards[:, 0], "b": rewards[:, 1]},
+        batch={"prompts": torch.zeros(count, 3), "attention_mask": torch.ones(count, 3 + length, dtype=torch.long)},
+    )
+    mine = jaxlogp.decoupled_advantages(rewards, weights=weights, group_ids=GROUPS, epsilon=1e-6).advantages
+    wider = np.sqrt((count * length - 1) / (length * (count - 1)))
+    # Here the deviation, of about 1, has an epsilon of 1e-6; verl's rewards are of fp32.
+    np.testing.assert_allclose(np.asarray(mine)[:, None] * wider, theirs.numpy()[:, :1], rtol=0, atol=4e-6)
+    assert np.abs(theirs.numpy()).max() > 0.5

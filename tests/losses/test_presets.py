@@ -54,6 +54,14 @@ HAND_COMPUTED = {
     "cispo limited": (losses.cispo(max_weight=1.0), 0.052681 / 3),
     # the second weight raised to 0.8, the third too: -0.766238 - 1.842068 + 2.575100 = -0.033206
     "cispo from below": (losses.cispo(min_weight=0.8), 0.033206 / 3),
+    # Probabilities 0.6 of 0.4, 0.1 of 0.2 and, with A < 0, 0.2 of 0.4: the first rises and the third falls by 0.2, which
+    # stops both, and what is left is 0.5 log 0.1; with wider bounds one of them stays.
+    "dppo_tv": (losses.dppo_tv(), 1.151293 / 3),
+    "dppo_tv, wide below": (losses.dppo_tv(epsilon=0.21, epsilon_high=0.15), (1.151293 - 1.609438) / 3),
+    # 0.4 log(0.4 / 0.6) + 0.6 log(0.6 / 0.4) = 0.081093 and 0.4 log(0.4 / 0.2) + 0.6 log(0.6 / 0.8) = 0.104650
+    "dppo_kl": (losses.dppo_kl(), 1.151293 / 3),
+    "dppo_kl, wide above": (losses.dppo_kl(epsilon=0.1, epsilon_high=0.082), (0.766238 + 1.151293) / 3),
+    "dppo_kl, wide, limited": (losses.dppo_kl(epsilon=0.11, max_weight=1.0), 0.052681 / 3),
     # 4 σ(0.5) = 2.489837, 4 σ(-0.5) = 1.510163, their mean 2; -2 * 4 / 1.05 σ(-0.525) = -2.831877
     "sapo": (losses.sapo(), -(2.0 - 2.831877) / 2),
     # log 0.6 + log 0.1 - 2 log 0.2 = 0.405465
@@ -152,6 +160,8 @@ def test_in_float64_the_value_and_the_slope_are_those_of_the_formula(name):
     options = {"length": 8} if name == "dr_grpo" else {}
     # A wider GSPO has documents inside of its bounds.
     options |= {"epsilon": 0.2, "epsilon_high": 0.2} if name in ("gspo", "gspo_token") else {}
+    # Its documents have small probabilities.
+    options |= {"dppo_tv": {"epsilon": 2e-3, "epsilon_high": 3e-3}, "dppo_kl": {"epsilon": 1e-3}}.get(name, {})
     loss = PRESETS[name](**options, kl_coefficient=0.05, entropy_coefficient=0.02, grad_divisor=1.0)
     given = case(seed=1, dtype=np.float64)
     with jax.enable_x64(True):
@@ -283,6 +293,26 @@ def test_vespo_has_the_gradient_of_weighted_log_probs_and_falls_on_both_sides():
     assert (slopes[3] == 0).all() and (slopes[4] < 1e-15).all()
 
 
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_a_divergence_stops_labels_by_probability_in_the_direction_of_their_advantage(divergence):
+    """Ratios beyond any clip stay at small probabilities; at 0.99 a small one stops, and never against the advantage."""
+    old = np.append(np.log(np.float32([1e-4, 0.99, 0.99, 0.8, 0.8, 1.0, 0.3])), np.float32(-1.2))
+    new = np.append(np.log(np.float32([2e-3, 0.8, 0.8, 0.99, 0.99, 1.0, 0.3])), np.float32(-np.inf))
+    advantages = np.float32([1, -1, 1, 1, -1, 1, -1, -1])
+    loss = losses.DivergenceMask(divergence, 0.05, 0.05)
+
+    def total(log_prob):
+        return loss.value(jnp.asarray(new - old), log_prob, advantages).sum()
+
+    slopes = np.asarray(jax.grad(total)(jnp.asarray(new)))
+    # Exponents of up to 10 have an error of 2^-21; the label that has become impossible has a weight of 0.
+    expected = [20.0, 0.0, 0.8 / 0.99, 0.0, -0.99 / 0.8, 1.0, -1.0, 0.0]
+    np.testing.assert_allclose(slopes, expected, rtol=1e-5)
+    shifted = {"log_probs": new[None, :5], "old_log_probs": old[None, :5], "advantages": advantages[None, :5]}
+    metrics = policy_metrics(**shifted, loss=PolicyLoss("mine", objective=loss))
+    assert float(metrics["stopped_low_fraction"]) == float(metrics["stopped_high_fraction"]) == pytest.approx(0.2)
+
+
 def test_a_loss_of_ones_own_is_a_small_class_and_one_registration():
     @dataclasses.dataclass(frozen=True)
     class Squared:
@@ -324,9 +354,15 @@ BAD = {
     "min_weight above max_weight": (lambda: losses.cispo(max_weight=1.0, min_weight=1.5), "min_weight", "1.5"),
     "max_weight 0": (lambda: losses.cispo(max_weight=0.0), "max_weight", "0.0"),
     "temperature 0": (lambda: losses.sapo(temperature_negative=0.0), "temperature_negative", "0.0"),
+    "an unknown divergence": (lambda: losses.DivergenceMask("js"), "divergence", "'js'"),
+    "a bound 0 of a divergence": (lambda: losses.dppo_tv(epsilon=0.0), "epsilon", "0.0"),
+    "an infinite bound of a divergence": (lambda: losses.dppo_kl(epsilon_high=np.inf), "epsilon_high", "inf"),
+    "max_weight of a divergence 0": (lambda: losses.dppo_kl(max_weight=0.0), "max_weight", "0.0"),
     "power 0": (lambda: losses.vespo(power_negative=0.0), "power_negative", "0.0"),
     "decay infinite": (lambda: losses.vespo(decay_positive=np.inf), "decay_positive", "inf"),
-    "a bound 0 of logarithms": (lambda: losses.gmpo(epsilon=0.0), "log_clip", "(0.0, 0.0)"),
+    "a bound 0 of logarithms": (lambda: losses.gmpo(epsilon=0.0), "epsilon", "0.0"),
+    "a bound of logarithms that is none": (lambda: losses.gmpo(epsilon_high=np.nan), "epsilon_high", "nan"),
+    "bounds 0 of logarithms": (lambda: PolicyLoss("x", "sequence", log_clip=(0.0, 0.1)), "log_clip", "(0.0, 0.1)"),
     "bounds of logarithms of tokens": (lambda: PolicyLoss("x", log_clip=(0.1, 0.1)), "log_clip", "(0.1, 0.1)"),
     "one bound of logarithms": (lambda: PolicyLoss("x", "sequence", log_clip=0.4), "log_clip", "0.4"),
     "length missing": (lambda: PolicyLoss("x", reduction="constant_length"), "length", "None"),
