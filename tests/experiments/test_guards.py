@@ -168,13 +168,16 @@ def test_a_loss(run, monkeypatch):
 
 def spoilt(document, name, value):
     """The document, which was sound when it was made, with the value in its first label."""
-    if name == "advantages":
+    if name in ("advantages", "reward"):
         object.__setattr__(document, name, value)
     else:
         object.__setattr__(document, name, np.array([value, *document.sampler_log_probs[1:]]))
 
 
-@pytest.mark.parametrize(("name", "words"), [("sampler_log_probs", "old log-probs"), ("advantages", "advantages")])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("sampler_log_probs", "old log-probs"), ("advantages", "advantages"), ("reward", "rewards")],
+)
 # The last one is finite, until it is fp32.
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e39])
 def test_what_a_document_brings_is_named_with_its_prompt(run, monkeypatch, name, words, value):
@@ -210,8 +213,13 @@ def test_log_probs_of_the_sampler_are_named_with_prompts(run, monkeypatch):
 
 
 def test_log_probs_of_the_trainer_are_named_with_prompts(run, monkeypatch):
-    """Of a step whose loss is not finite they are computed again."""
-    plain = run.learner.gradients.score
+    """Of a step whose loss is not finite they are computed again, but for documents without an advantage."""
+    plain, add = run.learner.gradients.score, DocumentQueue.add
+
+    def two_without_advantage(queue, documents):
+        for document, advantage in zip(documents, (0.0, 0.0, 1.0), strict=False):
+            spoilt(document, "advantages", advantage)
+        add(queue, documents)
 
     def poisoned(params, scored):
         log_probs = np.array(plain(params, scored))
@@ -219,8 +227,24 @@ def test_log_probs_of_the_trainer_are_named_with_prompts(run, monkeypatch):
         return log_probs
 
     monkeypatch.setattr(run.learner.gradients, "score", poisoned)
+    monkeypatch.setattr(DocumentQueue, "add", two_without_advantage)
     with_sums(monkeypatch, run, loss=loss_of(np.nan))
-    assert refusal(run).startswith("log-probs of the trainer not finite in document 0 (prompt '")
+    assert refusal(run).startswith("log-probs of the trainer not finite in document 2 (prompt '")
+
+
+def test_a_ratio_that_fp32_does_not_hold_is_named_with_its_prompt(run, monkeypatch):
+    """Of log-probs that are finite: e^(1000 - …) is not. The document before it is not computed."""
+    plain = DocumentQueue.add
+
+    def far_off(queue, documents):
+        for document, advantage in zip(documents, (0.0, 1.0), strict=False):
+            spoilt(document, "advantages", advantage)
+        spoilt(documents[1], "sampler_log_probs", -1000.0)
+        plain(queue, documents)
+
+    monkeypatch.setattr(DocumentQueue, "add", far_off)
+    with_sums(monkeypatch, run, loss=loss_of(np.nan))
+    assert refusal(run).startswith("ratios of new to old probabilities not finite in document 1 (prompt '")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), np.float32("nan"), 1e39])
