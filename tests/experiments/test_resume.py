@@ -79,6 +79,20 @@ def test_differences_are_refused_with_a_list_and_equal_values_taken(folder):
     assert apply_changes(stored, same) == stored
 
 
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"task": 3}, "changes.task: expected str, got 3"),
+        ({"task": None}, "changes.task: expected str, got None"),
+        ([("schedule.steps", 3)], "changes: expected a dictionary of options by dotted name, got list"),
+    ],
+)
+def test_changes_of_other_types_are_refused(folder, changes, words):
+    with pytest.raises(ValueError, match=f"^{words}"):
+        resume(str(folder.path), changes)
+
+
 def test_auto_is_what_the_run_made_of_it(folder):
     stored = load_config(folder.config, Config).resolved()
     assert stored.model.dtype == "float32" and stored.rollout.rescore is False
