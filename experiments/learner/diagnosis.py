@@ -20,10 +20,10 @@ COLUMNS = {"ref_log_probs": "log-probs of the reference"}
 
 def check_documents(documents: Sequence[Document]) -> None:
     """Raises NotFinite for any number that is not finite: an infinite old log-prob makes a ratio of 0, and a finite loss."""
-    # Supervised documents have none.
-    _require(
-        "old log-probs", [() if each.ratio_log_probs is None else each.ratio_log_probs for each in documents], documents
-    )
+    for what, name in (("old log-probs", "ratio_log_probs"), ("log-probs of the sampler", "sampler_log_probs")):
+        # Supervised documents have none.
+        values = [() if (found := getattr(document, name)) is None else found for document in documents]
+        _require(what, values, documents)
     _require("advantages", [document.advantages for document in documents], documents)
     for name in documents[0].columns if documents else ():
         _require(COLUMNS.get(name, name), [document.columns[name] for document in documents], documents)

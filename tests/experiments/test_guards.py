@@ -176,7 +176,13 @@ def spoilt(document, name, value):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("sampler_log_probs", "old log-probs"), ("advantages", "advantages"), ("reward", "rewards")],
+    [
+        ("sampler_log_probs", "old log-probs"),
+        # Beside old ones, which ratios are taken to: weights of a correction read them.
+        ("sampler_log_probs", "log-probs of the sampler"),
+        ("advantages", "advantages"),
+        ("reward", "rewards"),
+    ],
 )
 # The last one is finite, until it is fp32.
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e39])
@@ -187,6 +193,8 @@ def test_what_a_document_brings_is_named_with_its_prompt(run, monkeypatch, name,
     def poisoned(queue, documents):
         document = documents[3]
         prompts.append(run.tokenizer.decode(document.tokens[: document.label_positions[0]].tolist()))
+        if words == "log-probs of the sampler":
+            object.__setattr__(document, "old_log_probs", document.sampler_log_probs)
         spoilt(document, name, value)
         plain(queue, documents)
 
@@ -194,6 +202,16 @@ def test_what_a_document_brings_is_named_with_its_prompt(run, monkeypatch, name,
     found = refusal(run)
     (prompt,) = prompts
     assert len(prompt) > 2 and found == f"{words} not finite in document 3 (prompt {prompt!r})"
+
+
+def test_a_state_is_named_before_documents(run, monkeypatch):
+    """What is not finite in them may come of it."""
+    plain = DocumentQueue.add
+    in_state(run, "opt_state", f"mu/{HEAD}", np.nan)
+    monkeypatch.setattr(
+        DocumentQueue, "add", lambda queue, given: spoilt(given[3], "reward", np.nan) or plain(queue, given)
+    )
+    assert refusal(run).startswith("optimizer state negative or not finite in ")
 
 
 def test_log_probs_of_the_sampler_are_named_with_prompts(run, monkeypatch):
