@@ -232,7 +232,7 @@ def test_the_first_step_is_made_while_its_beginning_is_saved_and_logged_once_tha
     _, folder, run = start(tmp_path, steps=2)
 
     def seal_after_step(fresh, names):
-        if not (folder.warm_start / "3").is_dir():
+        if fresh.parent != folder.checkpoints or not fresh.name.startswith("0."):
             return seal(fresh, names)
         assert stepped.wait(20), "the step does not wait for the save"
         time.sleep(0.1)
@@ -279,6 +279,22 @@ def test_a_signal_at_any_moment_saves_the_step_and_a_resume_gives_the_same_run(t
     assert run()[0] == ExactMatch(0.0, 0.0)
     assert (float(resumed.learner.state), records(folder)) == whole
     assert f"at step {saved}" in capsys.readouterr().out and not folder.warm_start.exists()
+
+
+def test_what_is_saved_is_said_with_the_command_that_goes_on(tmp_path):
+    (tmp_path / "a b").mkdir()
+    folder, config = RunFolder.create(tmp_path / "a b", "run"), tiny(tmp_path / "a b", "run")
+    assert loop.resume_hint(folder, config) == f"the run folder {folder.path} is gone"
+    save_config(folder.config, config)
+    command = f"python -m experiments.grpo --resume '{folder.path}'"
+    assert loop.resume_hint(folder, config) == f"nothing is saved; to begin again: {command}"
+    for checkpoints, where in ((folder.warm_start, " of the warm start"), (folder.checkpoints, "")):
+        for step in (3, 12):
+            (checkpoints / str(step)).mkdir(parents=True)
+        assert loop.resume_hint(folder, config) == f"step 12{where} is saved; to continue: {command}"
+    supervised = dataclasses.replace(config, task="sft:a.jsonl")
+    words = f"step 12 is saved; to train up to step N: {command.replace('grpo', 'sft')} --schedule.steps N"
+    assert loop.resume_hint(folder, supervised, finished=True) == words
 
 
 def twice(number):
@@ -397,11 +413,13 @@ def test_a_run_that_lost_its_checkpoints_is_not_begun_again(tmp_path):
     assert folder.metrics.read_bytes() == lines
 
 
-def test_a_finished_run_is_scored_again_and_logs_nothing(tmp_path, whole):
+def test_a_finished_run_is_scored_again_and_logs_nothing(tmp_path, capsys, whole):
     start(tmp_path)[2]()
     trainer, folder, run = start(tmp_path)
+    (folder.checkpoints / "031").mkdir()
     assert run()[:2] == (ExactMatch(0.0, 0.0), ExactMatch(63.0, 0.0))
     assert (float(trainer.learner.state), records(folder)) == whole
+    assert "WARNING: '031' in " in capsys.readouterr().out
     assert Config().checkpoint.every_minutes == 10.0
 
 
