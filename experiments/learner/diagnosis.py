@@ -4,6 +4,7 @@ It scores the step's documents again, which costs a forward pass, and is made of
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -19,10 +20,10 @@ COLUMNS = {"ref_log_probs": "log-probs of the reference"}
 
 def check_documents(documents: Sequence[Document]) -> None:
     """Raises NotFinite for any number that is not finite: an infinite old log-prob makes a ratio of 0, and a finite loss."""
-    # Supervised documents have none.
-    _require(
-        "old log-probs", [() if each.ratio_log_probs is None else each.ratio_log_probs for each in documents], documents
-    )
+    for what, name in (("old log-probs", "ratio_log_probs"), ("log-probs of the sampler", "sampler_log_probs")):
+        # Supervised documents have none.
+        values = [() if (found := getattr(document, name)) is None else found for document in documents]
+        _require(what, values, documents)
     _require("advantages", [document.advantages for document in documents], documents)
     for name in documents[0].columns if documents else ():
         _require(COLUMNS.get(name, name), [document.columns[name] for document in documents], documents)
@@ -30,15 +31,23 @@ def check_documents(documents: Sequence[Document]) -> None:
 
 
 def explain_refusal(
-    sound: FiniteReport, state: TrainState, rounds: list[GlobalMicroBatch], update: Update, gradients: GradientBackend
+    sound: FiniteReport,
+    state: TrainState,
+    documents: Sequence[Document],
+    rounds: list[GlobalMicroBatch],
+    update: Update,
+    gradients: GradientBackend,
 ) -> Refusal:
-    """Returns what of a refused step is not finite, in the order in which a step computes."""
+    """Returns what of a refused step is not finite, in the order in which a step computes.
+
+    The documents of the rounds are some of the step's `documents`, in their order: others may not have been computed.
+    """
     # Before the scores: of parameters that are not finite no log-prob is.
     unsound = update.first_non_finite(state)
     if unsound is not None:
         return Refusal(unsound)
     try:
-        _in_scores(rounds, state, gradients)
+        _in_scores(documents, rounds, state, gradients)
     except NotFinite as found:
         return found.refusal
     return Refusal(_in_update(sound, state))
@@ -57,20 +66,25 @@ def _in_update(sound: FiniteReport, state: TrainState) -> str:
     return found
 
 
-def _in_scores(rounds: list[GlobalMicroBatch], state: TrainState, gradients: GradientBackend) -> None:
-    documents, scored = [document for each in rounds for document in each.documents], []
+def _in_scores(
+    documents: Sequence[Document], rounds: list[GlobalMicroBatch], state: TrainState, gradients: GradientBackend
+) -> None:
+    # A document is named by its number in the step; what is not computed has no values.
+    scores: list[Any] = [()] * len(documents)
+    ratios, left = scores.copy(), iter(enumerate(documents))
     for each in rounds:
-        scored += each.at_labels(gradients.score(state.params, each))
-    _require("log-probs of the trainer", scored, documents)
-    with np.errstate(over="ignore", invalid="ignore"):
-        ratios = [
-            np.exp(mine - document.ratio_log_probs) * np.asarray(document.advantages, np.float32)
-            for mine, document in zip(scored, documents, strict=True)
-            if document.ratio_log_probs is not None
-        ]
+        scored = each.at_labels(gradients.score(state.params, each))
+        for document, mine in zip(each.documents, scored, strict=True):
+            number = next(number for number, other in left if other is document)
+            scores[number] = mine
+            if document.ratio_log_probs is not None:
+                with np.errstate(over="ignore", invalid="ignore"):
+                    advantages = np.asarray(document.advantages, np.float32)
+                    ratios[number] = np.exp(mine - document.ratio_log_probs) * advantages
+    _require("log-probs of the trainer", scores, documents)
     _require("ratios of new to old probabilities", ratios, documents)
 
 
-def _require(what: str, values: Sequence[float] | Sequence[np.ndarray], documents: Sequence[Document]) -> None:
+def _require(what: str, values: Sequence[Any], documents: Sequence[Document]) -> None:
     arrays = [np.atleast_1d(value) for value in values]
     require_finite(what, arrays, lambda number: prompt_of(documents[number]))

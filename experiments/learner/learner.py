@@ -159,7 +159,8 @@ class Learner:
         drift = self._drift(documents, observed) if observed else None
         refusal = None
         if not outcome.applied:
-            refusal = explain_refusal(outcome.sound, self.state, rounds, self._update, self.gradients)
+            parts = documents, rounds, self._update, self.gradients
+            refusal = explain_refusal(outcome.sound, self.state, *parts)
         metrics = self._metrics(outcome)
         if self._skips:
             metrics = of_all(metrics, documents, count, self.version)

@@ -27,7 +27,7 @@ from experiments.runs.identity import RunParts, require_settings
 from experiments.runs.lock import RunLock
 from experiments.tasks import Reward, Rewards, Task
 from experiments.tasks.registry import full_name
-from jaxlogp.errors import require
+from jaxlogp.errors import describe, require
 
 
 def resume(
@@ -59,7 +59,9 @@ def resume(
         AlreadyFinished: if the run has finished.
         RunEnded: if a signal or a guard ended the run early, as in `train`.
     """
-    return set_up_resume(path, changes or {}, UserParts(task, reward, model, source)).finish()
+    changes = {} if changes is None else changes
+    require(isinstance(changes, Mapping), "changes", "a dictionary of options by dotted name", describe(changes))
+    return set_up_resume(path, changes, UserParts(task, reward, model, source)).finish()
 
 
 def set_up_resume(path: str, changes: Mapping[str, Any], user: UserParts = NOTHING_OWN) -> Run:
@@ -146,6 +148,8 @@ def with_saved_model(config: Config, folder: RunFolder) -> Config:
 def _as_stored(changes: Mapping[str, Any], stored: Config) -> dict[str, Any]:
     """The changes, with a task's name as `full_name` has it: addition is addition:2."""
     written = dict(changes)
-    if "task" in written and written["task"] != stored.task:
-        written["task"] = full_name(written["task"])
+    task = written.get("task")
+    # What is no text is refused with the other options.
+    if isinstance(task, str) and task != stored.task:
+        written["task"] = full_name(task)
     return written

@@ -91,6 +91,8 @@ def test_gives_back_what_was_saved(two_steps, mesh):
     assert (restored.step, restored.warnings, restored.damaged) == (20, (), {})
     assert restored.record == record(20, deep=nested(60))
     assert_equal_states(restored.arrays, make_state(mesh, 1))
+    part = restore(two_steps, {"key": template["key"]}, whole=False).arrays
+    assert_equal_states(part, {"key": make_state(mesh, 1)["key"]})
     assert older.step == older.record.progress["step"] == 10
     assert_equal_states(older.arrays, make_state(mesh, 0))
 
@@ -167,6 +169,11 @@ def test_a_save_that_fails_in_the_background_is_loud_and_pushes_no_good_step_out
             checkpoints.save(30, noise, record(30))
             checkpoints.save(31, noise, record(31))
         assert complete_steps(copied) == [10, 20] and not list(copied.glob("30*"))
+        with full_disk():
+            checkpoints.save(30, noise, record(30))
+            assert checkpoints._pending.exception(60) is not None
+        with pytest.raises(OSError, match="checkpoint step 30 could not be written: File too large"):
+            checkpoints.wait_until_copied()
         checkpoints.save(40, noise, record(40))
         checkpoints.wait_until_finished()
     assert complete_steps(copied) == [20, 40] and restore(copied, noise).step == 40
@@ -320,12 +327,21 @@ def test_all_steps_damaged_is_an_error_that_moves_nothing(copied, mesh):
 def test_a_half_written_step_is_not_a_step(copied, mesh):
     half = copied / f"30.unfinished-{'0a' * 8}"
     half.mkdir()
+    # Nothing of ours.
+    (kept := half.with_name(f"40{half.suffix}")).touch()
     assert complete_steps(copied) == [10, 20]
     with Checkpoints(copied) as checkpoints:
         restored = restore(copied, restore_template(make_state(mesh), mesh))
         assert restored.step == 20 and half.exists(), "a reader leaves the save of a writer alone"
         checkpoints.save(30, {"w": jnp.float32(3)}, record(30))
-    assert not half.exists() and complete_steps(copied) == [20, 30]
+    assert not half.exists() and kept.is_file() and complete_steps(copied) == [20, 30]
+
+
+@pytest.mark.bad_input
+def test_a_quarantine_that_is_no_folder_is_refused_before_it_is_needed(tmp_path):
+    (tmp_path / "quarantine").touch()
+    with pytest.raises(ValueError, match="quarantine: expected a folder, got a file$"):
+        Checkpoints(tmp_path)
 
 
 @pytest.mark.costly

@@ -168,13 +168,22 @@ def test_a_loss(run, monkeypatch):
 
 def spoilt(document, name, value):
     """The document, which was sound when it was made, with the value in its first label."""
-    if name == "advantages":
+    if name in ("advantages", "reward"):
         object.__setattr__(document, name, value)
     else:
         object.__setattr__(document, name, np.array([value, *document.sampler_log_probs[1:]]))
 
 
-@pytest.mark.parametrize(("name", "words"), [("sampler_log_probs", "old log-probs"), ("advantages", "advantages")])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("sampler_log_probs", "old log-probs"),
+        # Beside old ones, which ratios are taken to: weights of a correction read them.
+        ("sampler_log_probs", "log-probs of the sampler"),
+        ("advantages", "advantages"),
+        ("reward", "rewards"),
+    ],
+)
 # The last one is finite, until it is fp32.
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e39])
 def test_what_a_document_brings_is_named_with_its_prompt(run, monkeypatch, name, words, value):
@@ -184,6 +193,8 @@ def test_what_a_document_brings_is_named_with_its_prompt(run, monkeypatch, name,
     def poisoned(queue, documents):
         document = documents[3]
         prompts.append(run.tokenizer.decode(document.tokens[: document.label_positions[0]].tolist()))
+        if words == "log-probs of the sampler":
+            object.__setattr__(document, "old_log_probs", document.sampler_log_probs)
         spoilt(document, name, value)
         plain(queue, documents)
 
@@ -191,6 +202,16 @@ def test_what_a_document_brings_is_named_with_its_prompt(run, monkeypatch, name,
     found = refusal(run)
     (prompt,) = prompts
     assert len(prompt) > 2 and found == f"{words} not finite in document 3 (prompt {prompt!r})"
+
+
+def test_a_state_is_named_before_documents(run, monkeypatch):
+    """What is not finite in them may come of it."""
+    plain = DocumentQueue.add
+    in_state(run, "opt_state", f"mu/{HEAD}", np.nan)
+    monkeypatch.setattr(
+        DocumentQueue, "add", lambda queue, given: spoilt(given[3], "reward", np.nan) or plain(queue, given)
+    )
+    assert refusal(run).startswith("optimizer state negative or not finite in ")
 
 
 def test_log_probs_of_the_sampler_are_named_with_prompts(run, monkeypatch):
@@ -210,8 +231,13 @@ def test_log_probs_of_the_sampler_are_named_with_prompts(run, monkeypatch):
 
 
 def test_log_probs_of_the_trainer_are_named_with_prompts(run, monkeypatch):
-    """Of a step whose loss is not finite they are computed again."""
-    plain = run.learner.gradients.score
+    """Of a step whose loss is not finite they are computed again, but for documents without an advantage."""
+    plain, add = run.learner.gradients.score, DocumentQueue.add
+
+    def two_without_advantage(queue, documents):
+        for document, advantage in zip(documents, (0.0, 0.0, 1.0), strict=False):
+            spoilt(document, "advantages", advantage)
+        add(queue, documents)
 
     def poisoned(params, scored):
         log_probs = np.array(plain(params, scored))
@@ -219,8 +245,24 @@ def test_log_probs_of_the_trainer_are_named_with_prompts(run, monkeypatch):
         return log_probs
 
     monkeypatch.setattr(run.learner.gradients, "score", poisoned)
+    monkeypatch.setattr(DocumentQueue, "add", two_without_advantage)
     with_sums(monkeypatch, run, loss=loss_of(np.nan))
-    assert refusal(run).startswith("log-probs of the trainer not finite in document 0 (prompt '")
+    assert refusal(run).startswith("log-probs of the trainer not finite in document 2 (prompt '")
+
+
+def test_a_ratio_that_fp32_does_not_hold_is_named_with_its_prompt(run, monkeypatch):
+    """Of log-probs that are finite: e^(1000 - …) is not. The document before it is not computed."""
+    plain = DocumentQueue.add
+
+    def far_off(queue, documents):
+        for document, advantage in zip(documents, (0.0, 1.0), strict=False):
+            spoilt(document, "advantages", advantage)
+        spoilt(documents[1], "sampler_log_probs", -1000.0)
+        plain(queue, documents)
+
+    monkeypatch.setattr(DocumentQueue, "add", far_off)
+    with_sums(monkeypatch, run, loss=loss_of(np.nan))
+    assert refusal(run).startswith("ratios of new to old probabilities not finite in document 1 (prompt '")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), np.float32("nan"), 1e39])

@@ -14,12 +14,14 @@ import pytest
 from experiments.config import Config
 from experiments.experience.experience import Experience
 from experiments.experience.prompts import LengthLimits
+from experiments.experience.rollout_metrics import RolloutMetrics
 from experiments.learner.learner import LearnerState, StepResult
 from experiments.learner.packing import Packing
-from experiments.loop import loop, session
+from experiments.loop import feed, loop, session
 from experiments.loop.evaluation import ExactMatch
 from experiments.loop.feed import DocumentFeed
 from experiments.loop.phase import Measured, Phase
+from experiments.loop.queue import DocumentQueue
 from experiments.models.attention import AttentionRun
 from experiments.models.mesh import make_mesh, parse_mesh
 from experiments.refusal import Refusal
@@ -230,7 +232,7 @@ def test_the_first_step_is_made_while_its_beginning_is_saved_and_logged_once_tha
     _, folder, run = start(tmp_path, steps=2)
 
     def seal_after_step(fresh, names):
-        if not (folder.warm_start / "3").is_dir():
+        if fresh.parent != folder.checkpoints or not fresh.name.startswith("0."):
             return seal(fresh, names)
         assert stepped.wait(20), "the step does not wait for the save"
         time.sleep(0.1)
@@ -277,6 +279,22 @@ def test_a_signal_at_any_moment_saves_the_step_and_a_resume_gives_the_same_run(t
     assert run()[0] == ExactMatch(0.0, 0.0)
     assert (float(resumed.learner.state), records(folder)) == whole
     assert f"at step {saved}" in capsys.readouterr().out and not folder.warm_start.exists()
+
+
+def test_what_is_saved_is_said_with_the_command_that_goes_on(tmp_path):
+    (tmp_path / "a b").mkdir()
+    folder, config = RunFolder.create(tmp_path / "a b", "run"), tiny(tmp_path / "a b", "run")
+    assert loop.resume_hint(folder, config) == f"the run folder {folder.path} is gone"
+    save_config(folder.config, config)
+    command = f"python -m experiments.grpo --resume '{folder.path}'"
+    assert loop.resume_hint(folder, config) == f"nothing is saved; to begin again: {command}"
+    for checkpoints, where in ((folder.warm_start, " of the warm start"), (folder.checkpoints, "")):
+        for step in (3, 12):
+            (checkpoints / str(step)).mkdir(parents=True)
+        assert loop.resume_hint(folder, config) == f"step 12{where} is saved; to continue: {command}"
+    supervised = dataclasses.replace(config, task="sft:a.jsonl")
+    words = f"step 12 is saved; to train up to step N: {command.replace('grpo', 'sft')} --schedule.steps N"
+    assert loop.resume_hint(folder, supervised, finished=True) == words
 
 
 def twice(number):
@@ -349,6 +367,38 @@ def test_drift_is_reported_in_the_first_step_that_can_and_then_every_so_often(tm
     assert asked == [1, 2, 4, 6] and logged == [2, 4, 6]
 
 
+def test_a_record_says_what_a_step_took_and_what_was_drawn_for_it(tmp_path, monkeypatch, capsys):
+    """Two seconds of drawing, one of packing, four of the step itself, and eight of a drift report, which is apart."""
+    now, drawn = SimpleNamespace(value=0.0), RolloutMetrics(groups=1, completions=4, truncated=2, tokens=8)
+    draw, pack, step = Run.next, DocumentQueue.rounds, Learner.step
+    drift = SimpleNamespace(seconds=8.0, metrics=lambda tokenizer: {}, lines=lambda tokenizer: [])
+
+    def passes(seconds, result):
+        now.value += seconds
+        return result
+
+    def measured(learner, documents, **options):
+        step(learner, documents, **options)
+        found = None if learner.run.prefix else drift
+        return passes(12.0, StepResult({"loss": 0.0, "grad_norm": learner.run.step, "tokens": 21}, drift=found))
+
+    for module in (loop, feed):
+        clock = SimpleNamespace(perf_counter=lambda: now.value, monotonic=time.monotonic)
+        monkeypatch.setattr(module, "time", clock)
+    counted = lambda run, policy: dataclasses.replace(draw(run, policy), counts=drawn)  # noqa: E731
+    monkeypatch.setattr(Run, "next", lambda run, policy: passes(2.0, counted(run, policy)))
+    monkeypatch.setattr(DocumentQueue, "rounds", lambda *given: passes(1.0, pack(*given)))
+    monkeypatch.setattr(Learner, "step", measured)
+    _, folder, run = start(tmp_path, steps=10)
+    run()
+    logged = [each for each in read_metrics(folder.metrics).records if each["kind"] == "train"]
+    names = ("rollout_seconds", "data_wait_seconds", "step_seconds", "tokens_per_second", "truncated_share")
+    assert [[each[name] for name in names] for each in logged] == [[2.0, 3.0, 7.0, 3.0, 0.5]] * 10
+    # The medians of norms 1 to 8 and 1 to 9 are 4.5 and 5.
+    assert [each["grad_norm_over_median"] for each in logged] == [None] * 8 + [2.0, 2.0]
+    assert "step 1: 2 of 4 completions were truncated at 1 tokens" in capsys.readouterr().out
+
+
 @pytest.mark.bad_input
 def test_a_run_that_lost_its_checkpoints_is_not_begun_again(tmp_path):
     _, folder, run = start(tmp_path)
@@ -363,11 +413,13 @@ def test_a_run_that_lost_its_checkpoints_is_not_begun_again(tmp_path):
     assert folder.metrics.read_bytes() == lines
 
 
-def test_a_finished_run_is_scored_again_and_logs_nothing(tmp_path, whole):
+def test_a_finished_run_is_scored_again_and_logs_nothing(tmp_path, capsys, whole):
     start(tmp_path)[2]()
     trainer, folder, run = start(tmp_path)
+    (folder.checkpoints / "031").mkdir()
     assert run()[:2] == (ExactMatch(0.0, 0.0), ExactMatch(63.0, 0.0))
     assert (float(trainer.learner.state), records(folder)) == whole
+    assert "WARNING: '031' in " in capsys.readouterr().out
     assert Config().checkpoint.every_minutes == 10.0
 
 
@@ -380,6 +432,9 @@ def test_refused_steps_in_a_row_end_the_run_with_the_good_state(tmp_path, capsys
     assert str(raised.value).startswith(words) and raised.value.exit_code == 4
     assert float(trainer.learner.state) == 1.0 and complete_steps(folder.checkpoints)[-1] == 5
     assert capsys.readouterr().out.count("is refused: loss not finite") == 4
+    logged = [each for each in read_metrics(folder.metrics).records if each["kind"] == "train"]
+    said = [(each["update_applied"], each.get("refused")) for each in logged]
+    assert said == [(0, "loss not finite"), (1, None), *[(0, "loss not finite")] * 3]
     again, _, run = start(tmp_path, guards={"max_refused_steps": 3})
     again.refuse = (6,)
     run()

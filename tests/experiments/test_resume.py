@@ -79,6 +79,21 @@ def test_differences_are_refused_with_a_list_and_equal_values_taken(folder):
     assert apply_changes(stored, same) == stored
 
 
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"task": 3}, "changes.task: expected str, got 3"),
+        ({"task": None}, "changes.task: expected str, got None"),
+        ({"guards.max_refused_steps": 0}, "--guards.max-refused-steps: expected at least 1, got 0"),
+        ([("schedule.steps", 3)], "changes: expected a dictionary of options by dotted name, got list"),
+    ],
+)
+def test_changes_of_other_types_or_out_of_range_are_refused(folder, changes, words):
+    with pytest.raises(ValueError, match=f"^{words}"):
+        resume(str(folder.path), changes)
+
+
 def test_auto_is_what_the_run_made_of_it(folder):
     stored = load_config(folder.config, Config).resolved()
     assert stored.model.dtype == "float32" and stored.rollout.rescore is False
@@ -196,8 +211,8 @@ def test_the_command_resumes_from_another_folder_and_names_changed_data(tmp_path
     ):
         assert words in said
     monkeypatch.chdir("/")
-    again = resume(path, {"task": f"jsonl:{tmp_path}/questions.jsonl", "schedule.steps": 9})
-    assert again.resumption.kept.schedule.steps == 9
+    again = resume(path, {"task": f"jsonl:{tmp_path}/questions.jsonl", "schedule.steps": 9, "quiet": True})
+    assert again.resumption.kept.schedule.steps == 9 and not again.resumption.kept.quiet
     again.lock.release()
     write(tmp_path / "questions.jsonl", answers=lambda b: str(b + 1))
     # Twice: a resume that is refused holds no lock, though somebody still has its exception.

@@ -80,7 +80,7 @@ def test_a_queue_lacks_documents_below_a_number():
 @pytest.mark.bad_input
 def test_an_id_outside_of_the_vocabulary_is_named_where_it_is_packed():
     packing = Packing(2, rows=1, row_length=8, vocab_size=10, pad_id=0)
-    good, bad = (Document.of_completion([3], ids, [0.0, 0.0], advantages=1.0) for ids in ([9, 5], [10, 11]))
+    good, bad = (Document.of_completion([3], ids, [0.0, 0.0], advantages=1.0) for ids in ([9, 5], [10, 9]))
     packing.rounds([good] * 4)
     message = r"^documents: expected token ids in \[0, 10\), got 10 in document 3 of a micro-batch, position 1$"
     with pytest.raises(ValueError, match=message):
@@ -88,11 +88,11 @@ def test_an_id_outside_of_the_vocabulary_is_named_where_it_is_packed():
 
 
 def test_a_round_is_made_into_arrays_for_the_ranks_that_ask():
-    packing = Packing(2, rows=2, row_length=4, vocab_size=999, pad_id=0)
+    packing = Packing(2, rows=2, row_length=4, vocab_size=999, pad_id=2)
     (taken,) = packing.rounds(documents(5))
     assert (taken.num_documents, taken.num_tokens, taken.shape) == (5, 10, (2, 2, 4))
     first = taken.micro_batch(1)
-    assert first.tokens.tolist() == [[3, 5, 3, 7], [0, 0, 0, 0]]
+    assert first.tokens.tolist() == [[3, 5, 3, 7], [2, 2, 2, 2]]
     assert taken.micro_batch(1).tokens is first.tokens and list(taken._made) == [1]
     assert set(first.per_token) == {"old_log_probs", "advantages"}
 
@@ -187,6 +187,7 @@ def test_several_passes_over_a_rollout_have_orders_of_their_own_and_resume():
     assert [sorted(each) for each in passes.tolist()] == [list(range(6))] * 3 + [list(range(6, 12))] * 3
     assert len({tuple(each % 6) for each in passes}) == 6, "each pass is in an order of its own"
     assert numbers_of(feed(seed=6).take(None)) != steps[0], "and each seed"
+    assert sorted(numbers_of(feed(12, epochs=2).take(None))) == sorted([*range(6)] * 2)
     for stop in (1, 4, 5):
         begun, resumed = feed(), feed()
         for _ in range(stop):

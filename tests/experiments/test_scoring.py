@@ -1,10 +1,13 @@
 """What the trainer's own forward pass says of documents: the KL between two policies, document by document."""
 
+import dataclasses
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from experiments.learner.learner import Learner
 from experiments.learner.packing import Packing
 from experiments.learner.scoring import kl_between, log_probs_of
 from jaxlogp import Document
@@ -36,3 +39,14 @@ def test_the_kl_is_a_mean_over_the_tokens_of_all_documents(ranks):
     # A log-ratio is the difference of two fp32 numbers below 1, each half an ulp off: 1.2e-7 × |d| ≤ 0.05.
     assert found == pytest.approx(wanted, abs=6e-9)
     assert kl_between(ours, ours) == 0.0
+    # A learner asks for it at temperature 1, whatever it trains at, over the whole vocabulary.
+    asked = []
+    for temperature in (1.0, 0.5):
+        sums = lambda objective, temperature: asked.append(temperature) or Sums()  # noqa: E731
+        learner = SimpleNamespace(
+            state=SimpleNamespace(params="policy"), reference="reference", gradients=Sums() if temperature == 1.0 else None,
+            _temperature=temperature, _backend=SimpleNamespace(gradients=sums), _objective=None,
+            _scored_packing=dataclasses.replace(packing, support_capacity=8),
+        )  # fmt: skip
+        assert Learner.kl_to_reference(learner, documents) == found
+    assert asked == [1.0] and kl_between(theirs, ours) != pytest.approx(wanted, abs=6e-9)

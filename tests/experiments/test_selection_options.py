@@ -234,9 +234,20 @@ def test_an_advantage_of_each_label_is_kept():
     assert TopEntropy(0.5).fraction([marked]) == 0.5
 
 
+def test_labels_are_penalized_by_covariance_beside_other_columns():
+    """Of 3 and 1 labels; the last one alone has a large covariance."""
+    three, one = np.array([False, True, True, True]), np.array([False, True])
+    reference = {"ref_log_probs": np.float32([-1, -1, -1])}
+    made = [Document(np.int32([1, 2, 3, 4]), three, 1.0, columns=reference), Document(np.int32([1, 2]), one, -7.0)]
+    marked = KlCov(0.25)(made, [np.float32([-1, -1, -1]), np.float32([-9])], jax.random.key(0))
+    assert [each.columns["penalized"].tolist() for each in marked] == [[0, 0, 0], [1]]
+    assert marked[0].columns.keys() == {"ref_log_probs", "penalized"} and KlCov(0.25).fraction(marked) == 0.25
+
+
 REFUSED = {
     "share 0 of clip_cov": (lambda: ClipCov(0.0), r"^cov_share: expected a number in \(0, 1\], got 0.0$"),
     "share 0 of kl_cov": (lambda: KlCov(0.0), r"^cov_share: expected a number in \(0, 1\], got 0.0$"),
+    "top entropy in percent": (lambda: TopEntropy(20.0), r"^top_entropy: expected a number in \(0, 1\], got 20.0$"),
     "percent": (lambda: KlCov(2.0), r"^cov_share: expected a number in \(0, 1\], got 2.0$"),
     "nothing between": (lambda: ClipCov(cov_low=5.0), r"^cov_low: expected a number below cov_high = 5.0, got 5.0$"),
 }

@@ -1,13 +1,16 @@
 """Completions without an end token, and what a rollout counts: reward parts, lengths, masked documents, denominators."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from experiments.config import RewardConfig, RolloutConfig
-from experiments.experience.prompts import PromptStream
+from experiments.experience.prompts import PromptStream, held_out_examples
 from experiments.experience.rollout_metrics import RolloutMetrics
 from experiments.experience.rollouts import Rollouts
 from experiments.experience.scoring import score, to_completion, to_samples
+from experiments.loop.evaluation import CHECKS, EVALUATION, AnswerEvaluation
 from experiments.models.tokenizer import tokenizer_for
 from experiments.sampling.options import SamplingOptions
 from experiments.sampling.policy import SamplerPolicy, Samplers
@@ -45,6 +48,35 @@ def test_a_completion_knows_whether_it_ended():
     (sample,) = to_samples(TOKENIZER, examples[:1], drawn, scored, REWARDS.names)
     assert sample[1:] == ("7", examples[0].answer, 1.5, {"digits": 1.0, "ended": 1.0}, 2, True)
     assert sample.prompt == examples[0].prompt and type(sample.completion) is str
+
+
+class Noting(ScriptedPolicy):
+    """Notes how it was asked."""
+
+    def generate(self, prompts, options, *, copies=1, seed=(), pad_to=None):
+        self.asked = len(prompts), options, copies, seed, pad_to
+        return super().generate(prompts, options, copies=copies)
+
+
+def test_an_evaluation_tells_drawn_answers_from_greedy_ones():
+    """Every prompt is answered with 7 by a draw, and with 123 greedily, which is cut."""
+    policy, options = Noting(TOKENIZER, ("7", "123")), SamplingOptions(3)
+    evaluation = AnswerEvaluation(TASK, REWARDS, 8, 5, options)
+    found, examples = evaluation.of(policy), held_out_examples(TASK, 8)
+    assert policy.asked == (8, replace(options, greedy_last=True), 2, (EVALUATION,), (8, 5))
+    share = np.mean([example.answer == "7" for example in examples])
+    assert found.scores == (share, 0.0) and 0.0 < share < 1.0
+    drawn = {"exact_match": share, "reward": 1.5, "completion_length": 2.0, "truncated_share": 0.0}
+    greedy = {"exact_match": 0.0, "reward": 3.0, "completion_length": 3.0, "truncated_share": 1.0}
+    wanted = {f"{name}_sampled": value for name, value in drawn.items()}
+    assert found.metrics() == wanted | {f"{name}_greedy": value for name, value in greedy.items()}
+    assert [(each.prompt, each.completion) for each in found.samples] == [(each.prompt, "7") for each in examples]
+    for prompt, document in zip(found.prompts, found.documents, strict=True):
+        assert document.label_positions.tolist() == [len(prompt), len(prompt) + 1]
+        assert document.tokens[: len(prompt)].tolist() == prompt
+    # A check of the warm start draws anew at each step.
+    assert evaluation.exact_match_on(examples, policy, 12) == share
+    assert policy.asked == (8, options, 1, (CHECKS, 12), (8, 5))
 
 
 def test_a_stop_text_ends_a_completion_at_the_token_that_completes_it():
