@@ -1,5 +1,6 @@
 """The sharded functions with every layout of their arrays, on four devices, against float64 on the whole arrays."""
 
+import functools
 import warnings
 
 import jax
@@ -38,7 +39,9 @@ LAYOUTS = {
 
 
 def mesh(kind):
-    return jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
+    """Both axes of one kind, or each of its own."""
+    kinds = kind if isinstance(kind, tuple) else (kind,) * 2
+    return jax.make_mesh((2, 2), ("data", "tensor"), axis_types=kinds, devices=jax.devices()[:4])
 
 
 def operands(data, layout):
@@ -168,12 +171,23 @@ def test_a_plain_call_on_explicit_axes_gathers_no_weight(name, layout):
         assert oracle.relative_error(seen, oracle.f64(want)) < 2 * GRADIENT_ERROR
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+MIXED = (AxisType.Auto, AxisType.Explicit), (AxisType.Explicit, AxisType.Auto)
+
+
+@functools.cache
+def value_alone(name):
+    return float(PLAIN[name](*(jnp.asarray(np.asarray(x)) for x in split(AxisType.Auto))))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit, *MIXED], ids=str)
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_plain_call_on_concrete_arrays_is_sharded(name, kind):
+    given = split(kind)
     with record_head_runs() as runs:
-        PLAIN[name](*split(kind))
+        value = PLAIN[name](*given)
     assert [run.num_vocab_shards for run in runs] == [2]
+    # Two fp32 computations, each within the contract's error of float64.
+    assert abs(float(value) - value_alone(name)) < 2 * VALUE_ERROR * given[2].size
 
 
 def test_penalized_labels_reach_a_sharded_loss():
