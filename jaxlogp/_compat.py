@@ -53,10 +53,12 @@ def require_axes(mesh: Mesh, **named: tuple[str, ...]) -> None:
 
 
 def place(x: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
-    """``x`` as ``shard_map`` over ``mesh`` wants it: Explicit axes need the sharding in the type, Auto ones do not."""
-    if AxisType.Explicit not in mesh.axis_types:
+    """``x`` as ``shard_map`` over ``mesh`` wants it: Explicit axes need the sharding in the type, Auto ones must not."""
+    explicit = _explicit_axes(mesh)
+    if not explicit:
         return x
-    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+    named = (tuple(axis for axis in axis_tuple(axes) if axis in explicit) for axes in spec)
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*(axes if axes else None for axes in named))))
 
 
 def automatic_axes(function: Callable[..., Any], *operands: Any, out_specs: Any) -> Any:
@@ -77,8 +79,7 @@ def automatic_axes(function: Callable[..., Any], *operands: Any, out_specs: Any)
         return NamedSharding(mesh, spec)
 
     shardings = jax.tree.map(sharding, out_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    axes = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
-    return jax.sharding.auto_axes(function, axes=axes, out_sharding=shardings)(*operands)
+    return jax.sharding.auto_axes(function, axes=_explicit_axes(mesh), out_sharding=shardings)(*operands)
 
 
 def leading_spec(x: Any, dimensions: int) -> PartitionSpec:
@@ -108,6 +109,10 @@ def resized_spec(x: Any, rows: int, dim: int = 0) -> PartitionSpec:
     split = math.prod(sharding.mesh.shape[axis] for axis in axis_tuple(spec[dim]))
     spec[dim] = spec[dim] if rows % split == 0 else None
     return PartitionSpec(*spec)
+
+
+def _explicit_axes(mesh: Any) -> tuple[str, ...]:
+    return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
 
 
 def _explicit_mesh(operands: Any) -> Any:

@@ -227,6 +227,13 @@ def test_a_grad_divisor_may_follow_from_the_step():
     np.testing.assert_array_equal(sums.finish(0).gradients, sums.gradients)
 
 
+def test_a_traced_grad_divisor_below_0_gives_nan():
+    """As the square of 50 000 documents is one in int32; its sign would turn the gradient around, and a step with it."""
+    sums = StepSums.of(jnp.float32(6.0), WeightedSum(jnp.float32(8.0), jnp.int32(50_000)))
+    finish = jax.jit(lambda divisor: sums.finish(divisor).gradients)
+    assert np.isnan(finish(sums.loss.count**2)) and float(finish(jnp.int32(3))) == 2.0 and float(finish(0)) == 6.0
+
+
 @pytest.mark.bad_input
 def test_a_grad_divisor_of_the_step_is_one_number_and_the_only_one():
     part = micro_sums(jnp.asarray(make_table()), cut(1)[0], "grpo", "length", grad_divisor=3.0)
@@ -235,6 +242,8 @@ def test_a_grad_divisor_of_the_step_is_one_number_and_the_only_one():
     plain = micro_sums(jnp.asarray(make_table()), cut(1)[0], "grpo", "length")
     with pytest.raises(ValueError, match="^grad_divisor: expected one number, finite and at least 0, got "):
         plain.finish(jnp.ones(2))
+    with pytest.raises(ValueError, match="^grad_divisor: expected one number, finite and at least 0, got -1.0"):
+        plain.finish(-1.0)
 
 
 def test_a_step_without_anything_is_zero():

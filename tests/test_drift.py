@@ -95,12 +95,12 @@ def test_without_an_active_token_errors_are_zero_and_places_none():
 def test_what_is_not_finite_is_counted_and_comes_first(bad, side):
     candidate, reference, targets, mask = case()
     values = {"candidate": candidate.copy(), "reference": reference.copy()}
-    where = tuple(int(i) for i in np.argwhere(mask)[7])
-    values[side][where] = bad
+    where, later = (tuple(int(i) for i in np.argwhere(mask)[place]) for place in (7, 9))
+    values[side][where] = values[side][later] = bad
     report = drift_report(**values, targets=targets, vocab=VOCAB, mask=mask)
-    assert report.num_non_finite == 1 and report.first_non_finite == where
+    assert report.num_non_finite == 2 and report.first_non_finite == where
     assert report.active_count == mask.sum() and np.isfinite(report.max_abs_error)
-    assert str(report).startswith("NOT FINITE: 1 active tokens") and str(where) in str(report).splitlines()[0]
+    assert str(report).startswith("NOT FINITE: 2 active tokens") and str(where) in str(report).splitlines()[0]
 
 
 def test_active_tokens_of_which_none_is_finite_are_no_small_error():
@@ -130,7 +130,27 @@ def test_bf16_values_are_compared_in_float64():
     candidate = jnp.asarray([-1.0, -2.0], jnp.bfloat16)
     report = drift_report(candidate, jnp.asarray([-1.0, -2.001]), jnp.asarray([0, 1]), vocab=VOCAB)
     # -2.001 is rounded to fp32, by 1.2e-7 at most.
-    assert report.candidate_dtype == "bfloat16" and abs(report.max_abs_error - 0.001) < 1e-6
+    assert (report.candidate_dtype, report.reference_dtype) == ("bfloat16", "float32")
+    assert abs(report.max_abs_error - 0.001) < 1e-6
+
+
+def test_a_reference_of_0_divides_by_1e_12_nats():
+    report = drift_report(np.float32([-0.5, 0.0]), np.zeros(2, np.float32))
+    assert report.max_rel_error == 0.5e12 and report.mean_rel_error == 0.25e12
+
+
+def test_the_text_in_full():
+    """Errors 0.5, 0.25, 0 and 0; relative ones 0.25, 0.0625, 0 and 0."""
+    reference = np.array([-2.0, -4.0, -1.0, -1.0])
+    candidate = reference + np.array([-0.5, 0.25, 0.0, 0.0])
+    named = {"backend": "chunked", "reduction": "psum", "candidate_dtype": "bfloat16"}
+    report = drift_report(candidate, reference, np.array([8, 0, 0, 0]), vocab=VOCAB, **named)
+    assert str(report).splitlines() == [
+        "4 active tokens, 4 vocabulary shards, chunked, psum, bfloat16 against float64",
+        "|error| max 0.5, mean 0.188, p50 / p90 / p99 / p99.9 0.125 / 0.425 / 0.492 / 0.499 nats",
+        "relative error max 0.25, mean 0.0781; ratio outside [0.9, 1.1]: 50.00%",
+        "worst token (0,): id 8 of shard 2 (7, 13), -2.5 against -2",
+    ]
 
 
 def test_the_18_fields_come_first():
@@ -154,6 +174,17 @@ BAD = {
 def test_bad_input_names_the_argument(name):
     with pytest.raises(ValueError, match=f"^{name.strip()}: expected "):
         BAD[name](*case())
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("bad", [-1, 17])
+def test_the_first_active_id_outside_the_vocabulary_is_named(bad):
+    candidate, reference, targets, mask = case()
+    first, later = (tuple(int(i) for i in np.argwhere(mask)[place]) for place in (7, 9))
+    targets[first], targets[later] = bad, 18
+    with pytest.raises(ValueError) as raised:
+        drift_report(candidate, reference, targets, mask, vocab=VOCAB)
+    assert str(raised.value) == f"targets: expected active ids in [0, 17), got {bad} at position {first}"
 
 
 def test_a_dtype_may_be_that_of_the_computation():

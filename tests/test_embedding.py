@@ -159,9 +159,12 @@ def test_shards_of_a_large_table_have_its_bits(dtype):
     np.testing.assert_array_equal(*map(bits, gradients))
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
-def test_the_global_wrapper_on_a_data_and_tensor_mesh(axis_type):
-    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(axis_type,) * 2)
+KINDS = [(AxisType.Auto,) * 2, (AxisType.Explicit,) * 2, (AxisType.Explicit, AxisType.Auto)]
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=str)
+def test_the_global_wrapper_on_a_data_and_tensor_mesh(kinds):
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=kinds)
     ids, cotangent = gradient_case()
     rows = table()[:1024]
     ids = jnp.minimum(ids, 1023)

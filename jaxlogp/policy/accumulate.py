@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxlogp._arrays import AnyArray, compute_dtype
+from jaxlogp._arrays import AnyArray, compute_dtype, nan_where
 from jaxlogp._reduce import WeightedSum
 from jaxlogp.errors import describe, is_integer, require
 from jaxlogp.losses.inputs import check_number
@@ -129,8 +129,9 @@ class StepSums:
         are narrower. If no label or document was counted, they are 0, like the loss.
 
         Args:
-            grad_divisor: a divisor of the gradients that follows from the step, not below 0; it may be traced. 0, of a step
-                without documents, divides by 1.
+            grad_divisor: a divisor of the gradients that follows from the step, not below 0; it may be traced, and a traced
+                one below 0 gives NaN. 0, of a step without documents, divides by 1. The square of an int32 count above 46340
+                wraps: take that of a float.
 
         Raises:
             ValueError: if the loss has a grad_divisor of its own, or the given one is no single number, or known to be
@@ -140,7 +141,7 @@ class StepSums:
             Where each micro-batch was divided by the documents of the step, and then by their number once more:
 
             >>> sums = StepSums.of(jnp.float32(32.0), WeightedSum(jnp.float32(8.0), jnp.int32(4)))
-            >>> step = sums.finish(sums.loss.count**2)
+            >>> step = sums.finish(sums.loss.count.astype(jnp.float32) ** 2)
             >>> float(step.loss), float(step.gradients)
             (2.0, 2.0)
         """
@@ -152,8 +153,13 @@ class StepSums:
             divisor = jnp.where(given == 0, jnp.ones_like(given), given)
         if divisor is None:
             divisor = jnp.maximum(self.loss.count, 1)
-        wide = jax.tree.map(lambda x: x.astype(compute_dtype(x)), self.gradients)
-        gradients = jax.tree.map(lambda x: x / jnp.asarray(divisor).astype(x.dtype), wide)
+
+        def divided(x: Array) -> Array:
+            by = jnp.asarray(divisor).astype(compute_dtype(x))
+            # Only a traced one is not known to be above 0: it would turn the gradient around.
+            return x.astype(by.dtype) / (by if grad_divisor is None else nan_where(by < 0, by))
+
+        gradients = jax.tree.map(divided, self.gradients)
         return FinishedStep(gradients, self.loss.mean(), self.metrics.finish())
 
 

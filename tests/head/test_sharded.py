@@ -1,5 +1,6 @@
 """The sharded functions with every layout of their arrays, on four devices, against float64 on the whole arrays."""
 
+import functools
 import warnings
 
 import jax
@@ -17,7 +18,7 @@ from jaxlogp import (
     sharded_linear_policy_loss,
 )
 from jaxlogp.head import ChunkedEngine, over_mesh, record_head_runs
-from jaxlogp.losses import grpo, gspo, kl_cov
+from jaxlogp.losses import Correction, grpo, grpo_paper, gspo, kl_cov
 from tests import oracle
 from tests.head import policy_problem
 from tests.head.policy_problem import DOCUMENTS, HEAD, OPTIONS, problem
@@ -38,7 +39,9 @@ LAYOUTS = {
 
 
 def mesh(kind):
-    return jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
+    """Both axes of one kind, or each of its own."""
+    kinds = kind if isinstance(kind, tuple) else (kind,) * 2
+    return jax.make_mesh((2, 2), ("data", "tensor"), axis_types=kinds, devices=jax.devices()[:4])
 
 
 def operands(data, layout):
@@ -127,9 +130,9 @@ def test_a_weight_split_over_an_axis_that_splits_no_tokens():
     assert oracle.scaled_error(values.log_probs, wanted) < VALUE_ERROR
 
 
-def split(kind, vocab_dim=0):
+def split(kind, vocab_dim=0, data=None):
     """Operands and the data of a loss on a mesh, the weight split along V and tokens over data."""
-    data = problem(vocab=512, bias=False)
+    data = problem(vocab=512, bias=False) if data is None else dict(data)
     spec = P(*(None if dim != vocab_dim else "tensor" for dim in range(2)))
     specs = {"weight": spec} | dict.fromkeys(("hidden", "targets", "old", "advantages", "mask"), P("data"))
     data["weight"] = data["weight"] if vocab_dim == 0 else data["weight"].T
@@ -168,12 +171,23 @@ def test_a_plain_call_on_explicit_axes_gathers_no_weight(name, layout):
         assert oracle.relative_error(seen, oracle.f64(want)) < 2 * GRADIENT_ERROR
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+MIXED = (AxisType.Auto, AxisType.Explicit), (AxisType.Explicit, AxisType.Auto)
+
+
+@functools.cache
+def value_alone(name):
+    return float(PLAIN[name](*(jnp.asarray(np.asarray(x)) for x in split(AxisType.Auto))))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit, *MIXED], ids=str)
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_plain_call_on_concrete_arrays_is_sharded(name, kind):
+    given = split(kind)
     with record_head_runs() as runs:
-        PLAIN[name](*split(kind))
+        value = PLAIN[name](*given)
     assert [run.num_vocab_shards for run in runs] == [2]
+    # Two fp32 computations, each within the contract's error of float64.
+    assert abs(float(value) - value_alone(name)) < 2 * VALUE_ERROR * given[2].size
 
 
 def test_penalized_labels_reach_a_sharded_loss():
@@ -190,6 +204,38 @@ def test_penalized_labels_reach_a_sharded_loss():
         assert (
             abs(float(total.sum) - float(wanted)) < 2 * VALUE_ERROR * given[2].size < abs(float(bare) - float(wanted))
         )
+
+
+def test_every_argument_of_a_plain_call_reaches_the_sharded_one():
+    """A frozen head, entropies of another scale, a KL, weights of mean 1 and documents, on arrays known to be split."""
+    data = problem(vocab=512)
+    correction = Correction(high=1.2, normalize=True)
+    loss = grpo_paper(kl_coefficient=0.2, entropy_coefficient=0.1, entropy_weights="labels", correction=correction)
+    options = policy_problem.of_the_loss(data, loss) | {"loss": loss, "bias": data["bias"], "with_lse": True, **OPTIONS}
+    options |= {"sampler_log_probs": data["old"] - 0.1, "mean_weight": 1.05, "entropy_scale": 0.5}
+    place = tuple(np.argwhere(np.asarray(data["mask"]))[3])
+    data["targets"] = data["targets"].at[place].set(512)
+
+    def step(*given):
+        def total(hidden, weight):
+            total, values = linear_policy_loss(
+                hidden, weight, *given[2:], frozen_head=True, out_of_vocab="zero", **options
+            )
+            return total.sum, (total.count, values)
+
+        return jax.value_and_grad(total, (0, 1), has_aux=True)(*given[:2])
+
+    with record_head_runs() as runs, jax.set_mesh(mesh(AxisType.Explicit)):
+        (total, (count, values)), gradients = jax.jit(step)(*split(AxisType.Explicit, data=data))
+    assert {run.num_vocab_shards for run in runs} == {2}
+    (wanted, (wanted_count, wanted_values)), (wanted_hidden, _) = jax.jit(step)(*(data[name] for name in WHOLE))
+    # Two fp32 computations, each within the contract's error of float64.
+    assert abs(float(total) - float(wanted)) < 2 * VALUE_ERROR * data["targets"].size and int(count) == wanted_count
+    assert np.asarray(values.log_probs)[place] == 0.0
+    for seen, want in zip(values, wanted_values, strict=True):
+        assert oracle.scaled_error(seen, oracle.f64(want)) < 2 * VALUE_ERROR
+    assert oracle.relative_error(gradients[0], oracle.f64(wanted_hidden)) < 2 * GRADIENT_ERROR
+    assert not np.asarray(gradients[1]).any()
 
 
 AUTO, EXPLICIT = (AxisType.Auto,) * 2, (AxisType.Explicit,) * 2

@@ -271,10 +271,13 @@ def test_tokens_split_over_the_vocabulary_axis():
 def test_supports_that_differ_between_shards_give_nan():
     data = case()
     other = [list(kept) for kept in data["lists"]]
-    token = 7
-    spare = next(i for i in range(60) if i not in other[token])
-    place = next(i for i, kept in enumerate(other[token]) if kept != data["targets"].flat[token])
-    other[token][place] = spare
+    token, masked = 7, next(i for i, kept in enumerate(other) if kept and not data["mask"].flat[i])
+    # Two other ids of the same sum; a masked token may have any.
+    rest = [kept for kept in other[token] if kept != data["targets"].flat[token]]
+    spare = [i for i in range(60) if i not in other[token]]
+    first, second = next((i, j) for i in spare for j in spare if i < j and i + j == rest[0] + rest[1])
+    other[token] = [int(data["targets"].flat[token]), first, second, *rest[2:]]
+    other[masked][0] = next(i for i in range(60) if i not in other[masked])
     size = data["support"].ids.size
     both = [data["support"], Support.from_lists(other, capacity=size, shape=(3, 8))]
     data["support"] = jax.tree.map(lambda *parts: np.concatenate(parts), *both)
@@ -371,6 +374,10 @@ def test_known_ids_and_options_are_refused():
     for name, message in messages.items():
         with pytest.raises(ValueError, match=message):
             call(support=BROKEN[name][0])
+    with pytest.raises(ValueError, match=messages["the target twice"]):
+        # Also where the targets are not known.
+        options = {"mask": data["mask"], "support": BROKEN["the target twice"][0]}
+        jax.eval_shape(lambda x: linear_log_probs(data["hidden"], data["weight"], x, **options), data["targets"])
     support = data["support"]
     for changes, message in (
         ({"support": [1]}, "^support: expected a Support, got list"),

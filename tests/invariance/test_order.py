@@ -279,12 +279,19 @@ def test_halves_are_short_and_add_up(x):
 
 @given(a=floats, b=floats)
 @example(a=5.595257104696671e-20, b=5.595257104696671e-20)
+@example(a=1.1e-19, b=1.3e-19)  # a normal product of parts whose own products are none
 @settings(max_examples=100)
 def test_products_are_products(a, b):
     a, b = np.float32(a), np.float32(b)
     wanted = float(a) * float(b)
     # Below fp32's smallest normal number a result may be flushed to 0.
-    assert abs(float(product(jnp.float32(a), jnp.float32(b))) - wanted) <= max(2 * 2**-24 * abs(wanted), 2.0**-126)
+    bound = 2 * 2**-24 * abs(wanted) if abs(wanted) > 2.0**-126 else 2.0**-126
+    assert abs(float(product(jnp.float32(a), jnp.float32(b))) - wanted) <= bound
+
+
+def test_products_of_infinities_are_infinite():
+    seen = product(jnp.float32([np.inf, -np.inf, 3e38, np.inf]), jnp.float32([2.0, 0.5, 3e38, 0.0]))
+    np.testing.assert_array_equal(seen, np.float32([np.inf, -np.inf, np.inf, np.nan]))
 
 
 @given(x=st.floats(-1, 1, width=32))

@@ -10,7 +10,7 @@ from absl.testing import parameterized
 from jaxlogp import linear_log_probs
 from jaxlogp.head.fixed_order import stats
 from jaxlogp.head.fixed_order.stats import sum_columns
-from jaxlogp.invariance.exact import one_minus_square, product
+from jaxlogp.invariance.exact import one_minus_square, product, scaled
 from jaxlogp.invariance.order import fold_halves, fold_tree
 from tests.invariance.harness import FIXED, Setting, assert_same_bytes, broken, case, run
 
@@ -109,6 +109,7 @@ PARTS = {
     "fold_halves": (fold_halves, (TERMS,)),
     "fold_tree": (lambda x: fold_tree(x, jnp.add), (TERMS[:37],)),
     "product before an addition": (lambda x, y: product(x, y) + y, (TERMS, TERMS[::-1])),
+    "scaled before an addition": (lambda x, y: scaled(x, 0.7) + y, (TERMS, TERMS[::-1])),
     "one_minus_square": (one_minus_square, (TERMS,)),
 }
 

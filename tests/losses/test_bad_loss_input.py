@@ -44,6 +44,12 @@ BAD = {
     "num_documents negative": ({"num_documents": -1}, "num_documents", "-1"),
     "num_documents 0 with labels": ({"num_documents": 0}, "num_documents", "0"),
     "num_documents above the tokens": ({"num_documents": np.array(25)}, "num_documents", "25"),
+    "num_documents beyond int32": ({"num_documents": 2**31}, "num_documents", "2147483648"),
+    "a sampler without an old policy": (
+        {"old_log_probs": None, "sampler_log_probs": GOOD["old_log_probs"]},
+        "old_log_probs",
+        "None",
+    ),
     "num_documents a vector": ({"num_documents": np.array([5])}, "num_documents", "(1,)"),
     "num_documents a float": ({"num_documents": 5.0}, "num_documents", "float"),
     "num_documents a bool": ({"num_documents": True}, "num_documents", "bool True"),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp.losses import grpo, grpo_paper, gspo, policy_loss, reinforce, sapo
+from jaxlogp.losses import Rejection, grpo, grpo_paper, gspo, policy_loss, reinforce, sapo
 from jaxlogp.losses.documents import as_int32, document_layout
 from jaxlogp.policy.metrics import policy_metrics
 from tests import oracle
@@ -77,15 +77,16 @@ def test_a_traced_label_outside_all_documents_is_not_silently_dropped(name, bad_
     assert np.isnan(value) and np.isnan(gradient[0, 0]) and np.isnan(metrics["new_logprobs"])
 
 
-def test_a_label_outside_leaves_the_weights_of_other_documents_alone():
-    """It is counted with none of them, so their gradients stay right."""
-    given = case()
+@pytest.mark.parametrize("rejection", [None, Rejection(token=(0.0, 2.0))], ids=["", "with a rejection"])
+def test_a_label_outside_leaves_the_weights_of_other_documents_alone(rejection):
+    """It is counted with none of them, so their gradients stay right. Without a sampler no label is rejected."""
+    given, loss = case(), sapo(rejection=rejection)
     ids = given.ids.copy()
     ids[0, 0] = DOCUMENTS + 3
-    _, gradient, _ = traced(given, ids, np.int32(DOCUMENTS), loss=sapo())
+    _, gradient, _ = traced(given, ids, np.int32(DOCUMENTS), loss=loss)
     mask = given.mask.copy()
     mask[0, 0] = False
-    _, expected, _ = traced(given._replace(mask=mask), given.ids, np.int32(DOCUMENTS), loss=sapo())
+    _, expected, _ = traced(given._replace(mask=mask), given.ids, np.int32(DOCUMENTS), loss=loss)
     assert np.isnan(gradient[0, 0])
     np.testing.assert_array_equal(np.delete(gradient, 0), np.delete(expected, 0))
 

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp.losses import gmpo, grpo, grpo_paper, gspo, gspo_token, policy_loss, vespo
+from jaxlogp.losses import gmpo, grpo, grpo_paper, gspo, gspo_token, policy_loss, reduce_losses, vespo
 from jaxlogp.policy.metrics import policy_metrics
 from tests.losses.policy_case import DOCUMENTS, ERROR, case, expected_count, expected_gradient, scaled_error, sum_error
 
@@ -122,12 +122,18 @@ def test_two_mesh_axes_of_which_one_cuts_documents():
 
     def local(new, old, advantages, mask, ids):
         options = {"document_ids": ids, "num_documents": per_rank, "document_axis_name": "sequence"}
-        return policy_loss(new, old, advantages, mask, loss=loss, **options).psum(("data", "sequence"))
+        result = policy_loss(new, old, advantages, mask, loss=loss, **options)
+        reduced = reduce_losses(new, mask, loss=grpo_paper(), **options)
+        return tuple(each.psum(("data", "sequence")) for each in (result, reduced))
 
     specs = (P("data", "sequence"),) * 5
     arrays = (*given[:4], ids)
-    result = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P()))(*arrays)
+    result, reduced = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P()))(*arrays)
     global_ids = ids + np.repeat([0, per_rank], 2)[:, None]
+    # Your own losses, here the log-probs, are those of whole documents too.
+    new, of_labels = np.float64(given.new[given.mask]), global_ids[given.mask]
+    means = [new[of_labels == document].mean() for document in np.unique(of_labels)]
+    assert abs(float(reduced.sum) - sum(means)) < ERROR * np.abs(new).max() and int(reduced.count) == 2 * per_rank
     assert sum_error(result.sum, loss, given._replace(ids=global_ids)) < ERROR
     assert int(result.count) == 2 * per_rank
 

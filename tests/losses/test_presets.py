@@ -276,6 +276,10 @@ def test_the_bounds_of_gmpo_stop_the_labels_that_an_advantage_drives_and_metrics
     seen = {name: float(metrics[name]) for name in ("clipped_ratio_fraction", "stopped_low_fraction")}
     assert seen == {"clipped_ratio_fraction": pytest.approx(0.4), "stopped_low_fraction": pytest.approx(0.1)}
     assert float(metrics["stopped_high_fraction"]) == pytest.approx(0.1)
+    # A label without advantage is driven nowhere: beyond a bound, it stays in the mean of its document.
+    logs, advantages = np.float32([[0.0, 0.75, -0.5]]), np.float32([[3.0, 0.0, 0.0]])
+    result = policy_loss(logs - 1, old[:1, :3], advantages, loss=loss)
+    np.testing.assert_allclose(result.sum, -np.exp(0.25 / 3), rtol=1e-6)
 
 
 def test_vespo_has_the_gradient_of_weighted_log_probs_and_falls_on_both_sides():

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxlogp import losses, sharded_linear_policy_loss
 from jaxlogp.head import record_head_runs
 from jaxlogp.losses import PRESETS, Correction, Rejection, grpo, grpo_paper, gspo, policy_loss
+from jaxlogp.losses.correction import LEVELS
 from jaxlogp.policy.accumulate import StepSums
 from jaxlogp.policy.metrics import LIMITS, policy_metrics
 from tests.head import policy_problem
@@ -31,7 +32,7 @@ RULES = {
     "k3": Rejection(k3=0.08),
     "negative_kl": Rejection(negative_kl=0.3),
     "probability_gap": Rejection(probability_gap=0.003),
-    "several": Rejection(token=(0.5, 1.6), k3=0.15, negative_kl=0.3, keep_denominator=True),
+    "several": Rejection(token=(0.7, 1.6), k3=0.15, negative_kl=0.3, keep_denominator=True),
 }
 BY_POLICY = ("negative_kl", "probability_gap", "several")
 
@@ -42,6 +43,10 @@ def test_every_rule_takes_some_labels_and_not_others():
     gone = {name: rejected_by(rule, given, sampler(given)) for name, rule in RULES.items()}
     for name, rejected in gone.items():
         assert 0 < rejected.sum() < given.mask.sum(), name
+    # Only in a document that some labels leave and others do not is a denominator of all labels another one.
+    for name in ("token", "several"):
+        labels, left = (np.bincount(given.ids[mask], minlength=DOCUMENTS) for mask in (given.mask, gone[name]))
+        assert ((left > 0) & (left < labels)).any(), name
     of_documents = {name for name, rule in RULES.items() if rule.needs_documents}
     assert of_documents == set(RULES) - {"token", "probability_gap"}
     assert {name for name, rule in RULES.items() if rule.needs_log_probs} == set(BY_POLICY)
@@ -77,7 +82,8 @@ def rules_of(name):
 def test_every_preset_and_rule_in_float64(name):
     given = case(seed=1, dtype=np.float64)
     values = sampler(given)
-    correction = Correction(high=1.2)
+    # A weight of a document counts the labels that are rejected too.
+    correction = Correction(level=LEVELS[[*PRESETS].index(name) % len(LEVELS)], high=1.2)
 
     @jax.jit
     def run(new):
