@@ -118,7 +118,9 @@ def reserve_pinned(tree: Any) -> None:
     if copies_to_pinned(tree):
         shards = [shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards if shard.replica_id == 0]
         places = [SingleDeviceSharding(shard.device, memory_kind="pinned_host") for shard in shards]
-        jax.block_until_ready(jax.device_put([shard.data for shard in shards], places))
+        # Not the shards themselves: while JAX takes memory for a copy of its own arrays, no other thread runs Python.
+        zeros = [np.zeros(shard.data.shape, shard.data.dtype) for shard in shards]
+        jax.block_until_ready(jax.device_put(zeros, places))
 
 
 def machine_bytes() -> int:

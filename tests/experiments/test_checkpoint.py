@@ -125,6 +125,16 @@ def test_pinned_memory_is_for_a_gpu_and_at_most_a_quarter_of_the_machine(monkeyp
         assert copies_to_pinned(arrays) is pinned
 
 
+def test_pinned_memory_is_taken_for_every_shard_without_a_copy_of_it(monkeypatch, mesh):
+    """A copy of an array of JAX would hold up all threads of Python for as long as the memory is being taken."""
+    given, put, arrays = [], jax.device_put, make_state(mesh)
+    monkeypatch.setattr(placement, "copies_to_pinned", lambda tree: True)
+    monkeypatch.setattr(jax, "device_put", lambda values, places: given.extend(values) or put(values, places))
+    reserve_pinned(arrays)
+    assert all(type(each) is np.ndarray for each in given)
+    assert sum(each.nbytes for each in given) == placement.bytes_of_process(arrays) > 0
+
+
 @pytest.mark.parametrize("spec", [MeshSpec(2, 2), MeshSpec(1, 8), MeshSpec(4, 1), MeshSpec(1, 1)], ids=str)
 def test_restores_onto_any_mesh_and_trains_on(two_steps, mesh, spec):
     onto = make_mesh(spec)
