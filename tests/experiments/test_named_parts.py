@@ -291,7 +291,7 @@ def test_a_part_by_name_and_from_python_is_refused(set_up, tmp_path):
             set_up(named(tmp_path, **changes), **{part: given})
     with pytest.raises(ValueError, match="^--model: expected no other options with --model.own, got other options"):
         set_up(named(tmp_path, model=ModelConfig(own=f"{HERE}:Table", num_layers=2)))
-    words = r"--model.own: expected your own model Gru, .*from Python: model=\), got none"
+    words = r"--model.own: expected your own model Gru, .*: model=\), or a module of another name than own, got none"
     with pytest.raises(ValueError, match=f"^{words}"):
         set_up(named(tmp_path, model=ModelConfig(own="own:Gru")))
 
