@@ -52,13 +52,24 @@ def length_limits(
     prompt = rollout.max_prompt_tokens or longest
     # Refused here, and not in the first rollout.
     countable = task.num_examples("train") is not None
-    seen = longest if countable else max(len(encode(tokenizer, task.example(0, split).prompt)) for split in SPLITS)
+    seen = longest if countable else max(_first_prompt(task, split, tokenizer) for split in SPLITS)
     require(seen <= prompt, "--rollout.max-prompt-tokens", f"at least {seen}, for the prompts of this task", prompt)
     completion = rollout.max_new_tokens or task.max_answer_tokens + 1
     longest = prompt + completion
     row = row_length_for(longest, schedule, mesh, "this task")
     step = schedule.docs_per_step or rollout.prompts_per_rollout * rollout.num_generations
     return LengthLimits(prompt, completion, row, schedule.rows or leaf_rows or rows_for(row, -(-step // mesh.ranks)))
+
+
+def _first_prompt(task: Task, split: Split, tokenizer: Tokenizer) -> int:
+    """Tokens of the first prompt of a split; ValueError with its text if it has no ids."""
+    prompt = task.example(0, split).prompt
+    try:
+        return len(encode(tokenizer, prompt))
+    except ValueError as error:
+        if isinstance(prompt, str):
+            raise ValueError(f"prompt {prompt[:80]!r}: {error}") from error
+        raise
 
 
 def row_length_for(longest: int, schedule: ScheduleConfig, mesh: MeshSpec, whose: str) -> int:

@@ -146,6 +146,7 @@ GRPO = [
         "--loss.advantages: expected none over a whole rollout with --rollout.resample-degenerate, ",
     ),
     ("--loss.max-weight 5", "--loss.max-weight: expected None for loss 'grpo', which has no such option, got 5.0"),
+    ("--loss.name dppo_tv --loss.ratio sequence", "--loss.ratio: expected 'token' for DivergenceMask, which reads"),
     ("--loss.weighting length", "--loss.weighting: expected None for loss 'grpo', which has no such option"),
     ("--loss.epsilon 1.5", "--loss.epsilon: expected a number in (0, 1), got 1.5"),
     ("--loss.epsilon nan", "--loss.epsilon: expected a number in (0, 1), got nan"),
@@ -281,6 +282,7 @@ GRPO = [
     ("--reward.functions short", "--reward.length: expected at least 1 token for the reward short, got None"),
     ("--data.extract nothing", "--data.extract: expected "),
     ("--data.system Hello", "chat template"),
+    ("--data.instruction Add.", r"=\n\nAdd.': text: expected characters of '0123456789+=', got '\n' at "),
     # Files of examples; what is wrong in their lines is in test_jsonl.py.
     ("--task jsonl:{place}/empty.jsonl", "expected one JSON object a line, got an empty file"),
     ("--task jsonl:{place}/broken.jsonl", "line 2: invalid JSON"),
