@@ -20,7 +20,7 @@ import jax
 import tyro
 
 from experiments.compilation_cache import OPTION, VARIABLE, take_cache_option, use_compilation_cache
-from experiments.options import names_as_typed
+from experiments.options import names_as_typed, nearest_option
 from experiments.processes import processes
 from experiments.runs.ends import ExitCode, RunEnded
 from experiments.terminal import printable
@@ -76,7 +76,7 @@ def run_command(
             os.environ[GPU_MEMORY[0]] = SHARE_OF_GPU
         cache, given = take_cache_option([each for each in given if each != DEBUG])
         defaults: dict[str, Any] = {} if default is None else {"default": default(given)}
-        with _refusals_in_one_line():
+        with _refusals_in_one_line(options):
             if not {"-h", "--help"}.isdisjoint(given):
                 # Not by tyro, which joins the lines of a paragraph and does not wrap them.
                 print(_wrapped(f"{description}\n{HELP}"))
@@ -188,8 +188,8 @@ def _report(code: int, sentence: str) -> None:
 
 
 @contextlib.contextmanager
-def _refusals_in_one_line() -> Generator[None, None, None]:
-    """Makes one sentence of the box in which tyro refuses a command line."""
+def _refusals_in_one_line(options: type) -> Generator[None, None, None]:
+    """Makes one sentence of the box in which tyro refuses a command line for `options`."""
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
@@ -197,19 +197,20 @@ def _refusals_in_one_line() -> Generator[None, None, None]:
     except SystemExit as stopped:
         if stopped.code in (0, None):
             raise
-        raise ValueError(_first_sentences(box.getvalue())) from None
+        raise ValueError(_first_sentence(box.getvalue(), options)) from None
 
 
-def _first_sentences(box: str) -> str:
-    """Returns the first section of a box, and the first option that the second one proposes."""
-    sections: list[list[str]] = [[]]
+def _first_sentence(box: str, options: type) -> str:
+    """Returns the first section of a box, and the option that an unknown one may stand for."""
+    lines: list[str] = []
     for line in box.splitlines()[1:]:
         text = line.strip("│| ")
-        if set(text) <= set(_BOX):
-            sections += [[]] if sections[-1] else []
-        else:
-            sections[-1].append(text)
-    message = " ".join(sections[0]).rstrip(".")
-    proposed = [line for section in sections[1:] if section and section[0].startswith("Perhaps") for line in section]
-    hint = f" (perhaps {proposed[1].split()[0]})" if len(proposed) > 1 else ""
+        if not set(text) <= set(_BOX):
+            lines.append(text)
+        elif lines:
+            break
+    message = " ".join(lines).rstrip(".")
+    unknown = re.match(r"Unrecognized options: (--[\w.-]+)", message)
+    meant = None if unknown is None else nearest_option(unknown[1], options)
+    hint = "" if meant is None else f" (perhaps {meant})"
     return f"{message[:1].lower()}{message[1:]}{hint}; --help lists all options"

@@ -56,7 +56,11 @@ def load(config: EvaluateConfig, task: Task | None = None) -> LoadedRun:
         stored = Config(
             model=ModelConfig(path=config.model, chat_template=config.chat_template), data=config.data, **given
         )
-        inference = make_inference(_changed(stored, config))
+        try:
+            inference = make_inference(_changed(stored, config))
+        except ValueError as error:
+            # The same option has another name here.
+            raise ValueError(str(error).replace("--model.no-chat-template", "--no-chat-template")) from error
         return LoadedRun(inference, inference.backend.take_params(), 0)
     expected = "no value together with a run, which has its own"
     for name in ("model", "task"):

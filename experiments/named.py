@@ -11,6 +11,8 @@ from jaxlogp.errors import require
 
 OWN = "own:"
 """Before the name of an object that was passed from Python, in the options that a run keeps."""
+NOT_A_MODULE = f"a module of another name than {OWN.removesuffix(':')}"
+"""What is expected, too, where such an object is missing: the text may have been meant as module:name."""
 
 
 def is_module_name(text: str) -> bool:

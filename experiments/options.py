@@ -3,7 +3,9 @@
 
 import contextlib
 import dataclasses
+import difflib
 import math
+import re
 import typing
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -141,6 +143,31 @@ def names_as_typed(options: type) -> dict[str, str]:
     names |= {field.removesuffix(".path"): option_name(field) for field in named if field.endswith(".path")}
     # The dotted names last: `name` is --name, and not --loss.name.
     return names | {field: option_name(field) for field in named}
+
+
+def nearest_option(typed: str, options: type) -> str | None:
+    """Returns the option that an unknown one may stand for: one without its section, cut short, misspelt or abbreviated.
+
+    Example:
+        >>> from experiments.config import Config
+        >>> [nearest_option(typed, Config) for typed in ("--steps", "--rollout.n", "--seeed", "--optimizer.lr", "--x.y")]
+        ['--schedule.steps', '--rollout.num-generations', '--seed', '--optimizer.learning-rate', None]
+    """
+    names = [option_name(field) for field, hint in flat_fields(options).items() if not _is_positional(hint)]
+    alone = typed.replace("_", "-").rpartition(".")[2].removeprefix("--")
+    section = typed[: len(typed) - len(alone)]
+    # Without the section that all of them share, which would make any two alike.
+    of_section = {name.removeprefix(section): name for name in names if name.startswith(section)}
+    misspelt = difflib.get_close_matches(alone, of_section, n=1, cutoff=0.7)
+    letters = re.compile(".*".join(map(re.escape, alone)))
+    candidates = (
+        [name for name in names if name.startswith(section + alone)],
+        sorted((name for name in names if name.endswith(f".{alone}")), key=len),
+        [of_section[name] for name in misspelt],
+        [name for rest, name in of_section.items() if letters.match(rest)] if section != "--" else [],
+        difflib.get_close_matches(typed, names, n=1, cutoff=0.8),
+    )
+    return next((found[0] for found in candidates if found), None)
 
 
 def _is_positional(hint: Any) -> bool:

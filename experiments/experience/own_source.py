@@ -10,7 +10,7 @@ import numpy as np
 from experiments.experience.experience import Experience, Policy
 from experiments.experience.options import STORED
 from experiments.experience.rollout_metrics import RolloutMetrics
-from experiments.named import OWN, call_named, import_named
+from experiments.named import NOT_A_MODULE, OWN, call_named, import_named
 from jaxlogp import Document, Support
 from jaxlogp.errors import describe, require
 
@@ -127,7 +127,8 @@ def _is_source(source: Any) -> bool:
 def resolve_source(option: str | None, source: Any) -> tuple[str | None, Any]:
     """Returns the option that a run keeps, and the source, by name or the caller's own; both None for the built-in one."""
     if option is not None and option.startswith(OWN):
-        expected = f"your own source {option.removeprefix(OWN)}, as the run began (from Python: source=)"
+        mine = f"your own source {option.removeprefix(OWN)}, as the run began (from Python: source=)"
+        expected = f"{mine}, or {NOT_A_MODULE}"
         given = "none" if source is None else source_name(source)
         require(source is not None and OWN + source_name(source) == option, "--source", expected, given)
         return option, source

@@ -52,7 +52,7 @@ def length_limits(
     prompt = rollout.max_prompt_tokens or longest
     # Refused here, and not in the first rollout.
     countable = task.num_examples("train") is not None
-    seen = longest if countable else max(len(encode(tokenizer, task.example(0, split).prompt)) for split in SPLITS)
+    seen = longest if countable else max(_num_tokens(tokenizer, task.example(0, split).prompt) for split in SPLITS)
     require(seen <= prompt, "--rollout.max-prompt-tokens", f"at least {seen}, for the prompts of this task", prompt)
     completion = rollout.max_new_tokens or task.max_answer_tokens + 1
     longest = prompt + completion
@@ -82,12 +82,22 @@ def longest_prompt(task: Task, tokenizer: Tokenizer) -> int:
     counts = {split: task.num_examples(split) for split in SPLITS}
     if None not in counts.values():
         prompts = (task.example(index, split).prompt for split, count in counts.items() for index in range(count))
-        return max(len(encode(tokenizer, prompt)) for prompt in prompts)
+        return max(_num_tokens(tokenizer, prompt) for prompt in prompts)
     prompt = task.example(0, "train").prompt
     if isinstance(prompt, str):
         return tokenizer.longest_prompt(task.max_prompt_tokens)
     # A token is at least a byte of text, or part of what the template puts around the messages.
     return len(encode(tokenizer, tuple(each._replace(content="") for each in prompt))) + task.max_prompt_tokens
+
+
+def _num_tokens(tokenizer: Tokenizer, prompt: Prompt) -> int:
+    """Tokens of a prompt; ValueError that quotes a text without ids."""
+    try:
+        return len(encode(tokenizer, prompt))
+    except ValueError as error:
+        if isinstance(prompt, str):
+            raise ValueError(f"prompt {prompt[:80]!r}: {error}") from error
+        raise
 
 
 def encode(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:

@@ -58,7 +58,7 @@ class LossConfig:
     """Ratio of new to old policy: token, sequence (the geometric mean of a document's, as in gspo), sequence_token (the same
     value with the gradient of the token's own), or product (of a document's)."""
     length: int | None = None
-    """dr_grpo, and reduction constant_length: the divisor in tokens. None: the longest completion."""
+    """dr_grpo, and reduction constant_length: the divisor in tokens. None: the longest completion, with --source a row."""
     reduction: str | None = None
     """Weight of each label and divisor of the sum: labels, documents, document_mean or constant_length."""
     kl_coefficient: float | None = None

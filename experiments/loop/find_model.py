@@ -11,7 +11,7 @@ from experiments.learner.model_source import DecoderSource, ModelSource, UserMod
 from experiments.models.pretrained import open_pretrained
 from experiments.models.protocol import check_model
 from experiments.models.tokenizer import Tokenizer, tokenizer_for
-from experiments.named import OWN, call_named, import_named
+from experiments.named import NOT_A_MODULE, OWN, call_named, import_named
 from experiments.tasks import Task
 from jaxlogp.errors import require
 
@@ -65,7 +65,7 @@ def _user_model(config: Config, tokenizer: Tokenizer, passed: nnx.Module | None)
 def _passed_model(own: str | None, model: nnx.Module | None) -> nnx.Module:
     """Returns the model from Python, if it is the one that the run began with."""
     name = None if model is None else type(model).__name__
-    python = "as the run began (from Python: model=)"
+    python = f"as the run began (from Python: model=), or {NOT_A_MODULE}"
     wanted = "none, as the run began" if own is None else f"your own model {own.removeprefix(OWN)}, {python}"
     same = own == (None if name is None else OWN + name)
     require(same, "--model.own", wanted, "none" if name is None else f"your own model {name}")

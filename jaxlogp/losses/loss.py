@@ -122,6 +122,9 @@ class PolicyLoss:
         require(self.ratio in RATIOS, "ratio", f"one of {RATIOS}", repr(self.ratio))
         good = isinstance(self.objective, Objective) and not isinstance(self.objective, type)
         require(good, "objective", "value(…) and clipped(…)", repr(self.objective))
+        own = self.ratio == "token" or not getattr(self.objective, "needs_token_ratio", False)
+        expected = f"'token' for {type(self.objective).__name__}, which reads the probabilities of each label"
+        require(own, "ratio", expected, repr(self.ratio))
         known = reductions.REDUCTIONS
         require(self.reduction in known, "reduction", f"one of {known}", repr(self.reduction))
         self._check_length()

@@ -196,8 +196,8 @@ class DivergenceMask(_Vanishing):
         "tv": |π - μ|,        "kl": μ log(μ / π) + (1 - μ) log((1 - μ) / (1 - π)), in nats.
 
     m = 0 where it is above `epsilon_high`, A > 0 and π > μ, or above `epsilon`, A < 0 and π < μ. A ratio of 100 between
-    probabilities of 1e-5 and 1e-3 stays, one of 0.8 at a probability of 0.99 does not. For the ratio "token", where r is the
-    label's own.
+    probabilities of 1e-5 and 1e-3 stays, one of 0.8 at a probability of 0.99 does not. For the ratio "token"
+    alone, where r is the label's own.
 
     Attributes:
         divergence: "tv" or "kl".
@@ -216,6 +216,8 @@ class DivergenceMask(_Vanishing):
     References:
         Rethinking the Trust Region in LLM Reinforcement Learning (DPPO), arXiv:2602.04879.
     """
+
+    needs_token_ratio = True
 
     divergence: str = "tv"
     epsilon: float = 0.15

@@ -249,6 +249,20 @@ def test_an_example_that_the_model_cannot_read_is_the_tasks_fault():
 
 
 @pytest.mark.bad_input
+@pytest.mark.parametrize("count", [None, 4])
+def test_a_prompt_that_the_model_cannot_read_is_quoted_before_the_run_begins(set_up, tmp_path, count):
+    class Letters(Copying):
+        def num_examples(self, split):
+            return count
+
+        def example(self, index, split):
+            return Example("12" if count and index < 2 else "1x", "1")
+
+    with pytest.raises(ValueError, match=r"^prompt '1x': text: expected characters of '0123456789', got 'x' at 1$"):
+        set_up(named(tmp_path), task=Letters())
+
+
+@pytest.mark.bad_input
 @pytest.mark.parametrize("family", ["addition", "word_problems", "jsonl"])
 def test_a_module_that_is_called_like_a_family_is_never_imported(modules, family):
     modules(family, "raise AssertionError('imported')")
@@ -291,7 +305,7 @@ def test_a_part_by_name_and_from_python_is_refused(set_up, tmp_path):
             set_up(named(tmp_path, **changes), **{part: given})
     with pytest.raises(ValueError, match="^--model: expected no other options with --model.own, got other options"):
         set_up(named(tmp_path, model=ModelConfig(own=f"{HERE}:Table", num_layers=2)))
-    words = r"--model.own: expected your own model Gru, .*from Python: model=\), got none"
+    words = r"--model.own: expected your own model Gru, .*: model=\), or a module of another name than own, got none"
     with pytest.raises(ValueError, match=f"^{words}"):
         set_up(named(tmp_path, model=ModelConfig(own="own:Gru")))
 

@@ -132,7 +132,8 @@ def test_a_source_is_given_by_name_or_from_python():
     assert resolve_source(None, digits) == ("own:digits", digits) == resolve_source("own:digits", digits)
     with pytest.raises(ValueError, match="^--source: expected None where train is given a source"):
         resolve_source("a:b", digits)
-    with pytest.raises(ValueError, match=r"^--source: expected your own source digits, .* got none"):
+    words = r"your own source digits, .*source=\), or a module of another name than own, got none"
+    with pytest.raises(ValueError, match=f"^--source: expected {words}"):
         resolve_source("own:digits", None)
 
 

@@ -20,6 +20,7 @@ from experiments.runs.folder import RunFolder
 from experiments.tasks.arithmetic import Comparison
 from tests.experiments.tiny import refusal as refused_by
 from tests.experiments.tiny import tiny
+from tests.experiments.tiny_directory import write_tiny_directory
 
 COMMANDS = {"grpo": grpo, "evaluate": evaluate, "chat": chat, "export": export, "plot": plot}
 
@@ -51,6 +52,8 @@ def place(tmp_path_factory):
     (place / "model").mkdir()
     (place / "model" / "config.json").write_text(DEEP)
     (place / "model.gguf").write_bytes(b"GGUF")
+    settings = write_tiny_directory(place / "no-template") / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": None}))
     for name in ("run", *RUNS):
         folder = RunFolder.create(place, name)
         save_config(folder.config, tiny(place, name))
@@ -65,7 +68,10 @@ ON_SUPPORT, TARGET = "--loss.on-support True --rollout.top-p 0.5", "--loss.entro
 GRPO = [
     # The command line itself.
     ("--no-such-option 1", "unrecognized options: --no-such-option, 1"),
-    ("--model.dtypo float32", "unrecognized options: --model.dtypo, float32 (perhaps --model.dtype)"),
+    ("--model.dtypo float32", "unrecognized options: --model.dtypo, float32 (perhaps --model.dtype); --help lists all"),
+    ("--steps 3", "unrecognized options: --steps, 3 (perhaps --schedule.steps); --help lists all"),
+    ("--rollout.n 3", "unrecognized options: --rollout.n, 3 (perhaps --rollout.num-generations); --help lists all"),
+    ("--loss gspo", "unrecognized options: --loss, gspo (perhaps --loss.name); --help lists all"),
     ("extra", "unrecognized options: extra"),
     ("--task", "missing value for argument '--task'"),
     ("--seed", "missing value for argument '--seed'"),
@@ -140,6 +146,7 @@ GRPO = [
         "--loss.advantages: expected none over a whole rollout with --rollout.resample-degenerate, ",
     ),
     ("--loss.max-weight 5", "--loss.max-weight: expected None for loss 'grpo', which has no such option, got 5.0"),
+    ("--loss.name dppo_tv --loss.ratio sequence", "--loss.ratio: expected 'token' for DivergenceMask, which reads"),
     ("--loss.weighting length", "--loss.weighting: expected None for loss 'grpo', which has no such option"),
     ("--loss.epsilon 1.5", "--loss.epsilon: expected a number in (0, 1), got 1.5"),
     ("--loss.epsilon nan", "--loss.epsilon: expected a number in (0, 1), got nan"),
@@ -275,6 +282,7 @@ GRPO = [
     ("--reward.functions short", "--reward.length: expected at least 1 token for the reward short, got None"),
     ("--data.extract nothing", "--data.extract: expected "),
     ("--data.system Hello", "chat template"),
+    ("--data.instruction Add.", r"=\n\nAdd.': text: expected characters of '0123456789+=', got '\n' at "),
     # Files of examples; what is wrong in their lines is in test_jsonl.py.
     ("--task jsonl:{place}/empty.jsonl", "expected one JSON object a line, got an empty file"),
     ("--task jsonl:{place}/broken.jsonl", "line 2: invalid JSON"),
@@ -315,6 +323,7 @@ OTHERS = [
     ("evaluate", "{place}/run --no-chat-template", "--no-chat-template: expected no value together with a run"),
     ("evaluate", "{place}/run --data.system x", "--data: expected no value together with a run"),
     ("evaluate", "--model /nowhere/at/all", "--model: expected "),
+    ("evaluate", "--model {place}/no-template", "expected a chat template (or --no-chat-template, for prompts as they are)"),
     ("evaluate", "--model x --num-prompts 0", "--num-prompts: expected at least 1, got 0"),
     ("evaluate", "--model x --max-new-tokens 0", "--max-new-tokens: expected at least 1, got 0"),
     (

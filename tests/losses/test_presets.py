@@ -358,6 +358,11 @@ BAD = {
     "min_weight above max_weight": (lambda: losses.cispo(max_weight=1.0, min_weight=1.5), "min_weight", "1.5"),
     "max_weight 0": (lambda: losses.cispo(max_weight=0.0), "max_weight", "0.0"),
     "temperature 0": (lambda: losses.sapo(temperature_negative=0.0), "temperature_negative", "0.0"),
+    "bounds on probabilities of documents": (
+        lambda: dataclasses.replace(losses.dppo_kl(), ratio="sequence"),
+        "ratio",
+        "'sequence'",
+    ),
     "an unknown divergence": (lambda: losses.DivergenceMask("js"), "divergence", "'js'"),
     "a bound 0 of a divergence": (lambda: losses.dppo_tv(epsilon=0.0), "epsilon", "0.0"),
     "an infinite bound of a divergence": (lambda: losses.dppo_kl(epsilon_high=np.inf), "epsilon_high", "inf"),
