@@ -81,8 +81,10 @@ class Chat:
         tokenizer = self._loaded.tokenizer
         if not isinstance(tokenizer, PretrainedTokenizer) or tokenizer.template is None:
             return tokenizer.encode_prompt(text)
-        self._messages.append({"role": "user", "content": text})
-        return tokenizer.encode_messages(self._messages)
+        messages = [*self._messages, {"role": "user", "content": text}]
+        ids = tokenizer.encode_messages(messages)
+        self._messages = messages
+        return ids
 
 
 def start(config: ChatConfig) -> Chat:
@@ -104,7 +106,8 @@ def main(config: ChatConfig) -> None:
     if config.prompt is not None:
         _say(chat, config.prompt)
         return
-    mark = "> " if sys.stdin.isatty() else ""
+    is_person = sys.stdin.isatty()
+    mark = "> " if is_person else ""
     while True:
         try:
             text = input(mark)
@@ -112,7 +115,13 @@ def main(config: ChatConfig) -> None:
             return
         if not text:
             return
-        _say(chat, text)
+        try:
+            _say(chat, text)
+        except ValueError as error:
+            # A person can write another line.
+            if not is_person:
+                raise
+            print(printable(f"error: {error}"), file=sys.stderr)
 
 
 def run_cli(arguments: list[str] | None = None) -> None:

@@ -27,7 +27,7 @@ class Objective(Protocol):
     Entries without a label are 0 in all three and count nowhere.
 
     An objective may have an attribute `vanishes_without_advantage`, as those here do: True if value and gradient are exactly
-    0 where the advantage is 0.
+    0 where the advantage is 0. With `needs_token_ratio` True, a `PolicyLoss` refuses any ratio but "token".
     """
 
     def value(

@@ -1,5 +1,6 @@
 """A run that begins with a model from disk: trained, resumed, scored, exported and talked to."""
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -135,6 +136,24 @@ def test_a_conversation_goes_on_and_ends_with_its_input(directory, capsys, monke
     answer = second[1]
     assert second == [*first, answer, {"role": "user", "content": "and now?"}] and answer["role"] == "assistant"
     assert printed.startswith(answer["content"] + "\n") and len(printed) > len(answer["content"]) + 1
+
+
+@pytest.mark.parametrize("is_person", [True, False])
+def test_a_person_may_write_another_line_after_one_that_is_refused(is_person, capsys, monkeypatch):
+    def answer(text):
+        if text == "é":
+            raise ValueError("text: expected other characters, got 'é'")
+        return iter([text.upper()])
+
+    lines = io.StringIO("é\nab\n")
+    monkeypatch.setattr(lines, "isatty", lambda: is_person, raising=False)
+    monkeypatch.setattr("sys.stdin", lines)
+    monkeypatch.setattr(chat, "start", lambda config: SimpleNamespace(answer=answer))
+    with contextlib.nullcontext() if is_person else pytest.raises(SystemExit, match="2"):
+        chat.run_cli(["model"])
+    printed = capsys.readouterr()
+    assert printed.err.splitlines() == ["error: text: expected other characters, got 'é'"]
+    assert ("AB" in printed.out) is is_person
 
 
 def test_an_answer_is_printed_without_control_characters(capsys, monkeypatch):
