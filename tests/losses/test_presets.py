@@ -317,6 +317,19 @@ def test_a_divergence_stops_labels_by_probability_in_the_direction_of_their_adva
     assert float(metrics["stopped_low_fraction"]) == float(metrics["stopped_high_fraction"]) == pytest.approx(0.2)
 
 
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_a_divergence_stops_labels_whose_log_prob_is_a_rounding_above_0(divergence):
+    """As of a sampler that is sure: the distance is 0.5 in probability, and at least 0.5 nats."""
+    above = np.float32(3e-7)
+    new, old = np.float32([above, np.log(0.5)]), np.float32([np.log(0.5), above])
+    advantages = np.float32([1, -1])
+    values = losses.DivergenceMask(divergence, 0.4).value(jnp.asarray(new - old), jnp.asarray(new), advantages)
+    assert (np.asarray(values) == 0).all()
+    kept = losses.DivergenceMask(divergence, 20.0).value(jnp.asarray(new - old), jnp.asarray(new), advantages)
+    # exp and log of numbers below 1, each with an error of 2^-23.
+    np.testing.assert_allclose(kept, np.exp(np.float64(new - old)) * new * advantages, rtol=1e-6)
+
+
 def test_a_loss_of_ones_own_is_a_small_class_and_one_registration():
     @dataclasses.dataclass(frozen=True)
     class Squared:
