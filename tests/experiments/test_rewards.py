@@ -133,8 +133,11 @@ def test_completions_are_decoded_once_for_all_judges_and_only_no_text_is_empty()
     assert verdicts.scored[0].parts.tolist() == [[1.0, 1.0], [0.0, 0.0], [0.0, 1.0], [0.0, 0.0]]
     assert verdicts.scored[1].rewards.tolist() == [2.0, 1.0, 0.0, 1.0]
     assert verdicts.empty.tolist() == [False, False, True, False] and len(decoded) == 4
-    sample = to_samples(tokenizer, [EXAMPLE] * 2, generations, verdicts.scored[0], judges[0].names)[1]
-    assert sample == Sample("37+48=", " ", "85", 0.0, {"correct": 0.0, "ended": 0.0}, 1, False)
+    samples = to_samples(tokenizer, [EXAMPLE] * 2, generations, verdicts.scored[0], judges[0].names)
+    assert samples == [
+        Sample("37+48=", "85", "85", 2.0, {"correct": 1.0, "ended": 1.0}, 2, True),
+        Sample("37+48=", " ", "85", 0.0, {"correct": 0.0, "ended": 0.0}, 1, False),
+    ]
 
 
 def test_refuses_what_are_no_functions():

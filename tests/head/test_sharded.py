@@ -119,6 +119,28 @@ def test_values_are_checked_before_the_program_runs():
         sharded_linear_log_probs(*given[:3], mesh=mesh(AxisType.Auto), token_axes=(), weight_axis="data")
 
 
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "shapes, options, sentence",
+    [
+        (((3, 4, 8), (16, 8)), {}, r"hidden: expected a first dimension divisible by 2, got shape \(3, 4, 8\)"),
+        (((2, 4, 8), (16, 8)), {"sequence_dim": 0}, "hidden: expected a dimension 0 divisible by 4, got shape"),
+        (((2, 4, 8), (16, 8)), {"sequence_dim": -1}, r"sequence_dim: expected a dimension of the tokens \(2, 4\)"),
+        (((2, 4, 8), (16, 8)), {"sequence_dim": True}, r"sequence_dim: expected a dimension of the tokens \(2, 4\)"),
+        (((2, 4, 9), (16, 9)), {"weight_axis": "data"}, "weight: expected a hidden dimension divisible by 2, got "),
+        (
+            ((2, 4, 8), (16, 8)),
+            {"weight_axis": "data", "engine": "fixed_order"},
+            "weight_axis: expected None with an engine that sums gradients itself, got 'data'",
+        ),
+    ],
+)
+def test_what_a_mesh_does_not_divide_is_refused(shapes, options, sentence):
+    hidden, weight = map(jnp.ones, shapes)
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        sharded_linear_log_probs(hidden, weight, jnp.zeros(shapes[0][:2], jnp.int32), mesh=over((2, 2)), **options)
+
+
 def test_a_weight_split_over_an_axis_that_splits_no_tokens():
     data = problem(vocab=512, bias=False)
     hidden, weight, targets = (data[name] for name in ("hidden", "weight", "targets"))
