@@ -14,6 +14,8 @@ from jaxlogp.errors import require
 
 AxisName = Hashable
 AxisNames = Hashable | tuple[Hashable, ...]
+AnyMesh = Mesh | AbstractMesh
+"""Types of arrays on Explicit axes name a mesh without its devices."""
 
 
 def axis_tuple(axis_name: AxisNames | None) -> tuple[Hashable, ...]:
@@ -39,9 +41,9 @@ def vary_over(x: jax.Array, axes: Iterable[Hashable]) -> jax.Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def require_axes(mesh: Mesh, **named: tuple[str, ...]) -> None:
+def require_axes(mesh: AnyMesh, **named: tuple[str, ...]) -> None:
     """Raises ``ValueError`` unless ``mesh`` has all axes, given by the names of their arguments, and none is given twice."""
-    require(isinstance(mesh, Mesh | AbstractMesh), "mesh", "a Mesh", repr(mesh))
+    require(isinstance(mesh, AnyMesh), "mesh", "a Mesh", repr(mesh))
     owner: dict[str, str] = {}
     for argument, axes in named.items():
         require(isinstance(axes, tuple), argument, "a tuple of mesh axes", repr(axes))
@@ -52,7 +54,7 @@ def require_axes(mesh: Mesh, **named: tuple[str, ...]) -> None:
             owner[axis] = argument
 
 
-def place(x: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+def place(x: Any, mesh: AnyMesh, spec: PartitionSpec) -> Any:
     """``x`` as ``shard_map`` over ``mesh`` wants it: Explicit axes need the sharding in the type, Auto ones must not."""
     explicit = _explicit_axes(mesh)
     if not explicit:
@@ -111,7 +113,7 @@ def resized_spec(x: Any, rows: int, dim: int = 0) -> PartitionSpec:
     return PartitionSpec(*spec)
 
 
-def _explicit_axes(mesh: Any) -> tuple[str, ...]:
+def _explicit_axes(mesh: AnyMesh) -> tuple[str, ...]:
     return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
 
 

@@ -6,12 +6,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Integer
 
 from jaxlogp._agreement import counters, id_codes, same_ids
 from jaxlogp._arrays import as_int32, nan_where
 from jaxlogp._compat import (
+    AnyMesh,
     AxisName,
     automatic_axes,
     leading_spec,
@@ -174,7 +175,7 @@ def sharded_embedding_lookup(
     table: Float[Array, "vocab hidden"],
     token_ids: Integer[Array, "*tokens"],
     *,
-    mesh: Mesh,
+    mesh: AnyMesh,
     vocab_axis: str = "tensor",
     token_axes: tuple[str, ...] = ("data",),
     sequence_axis: str | None = None,
@@ -216,7 +217,7 @@ def sharded_embedding_lookup(
 def _mapped_lookup(
     rows: Array,
     ids: Array,
-    mesh: Mesh,
+    mesh: AnyMesh,
     token_spec: PartitionSpec,
     vocab_axis: str,
     shards: VocabShards,

@@ -6,11 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
 from jaxlogp._arrays import as_int32
 from jaxlogp._compat import (
+    AnyMesh,
     AxisName,
     automatic_axes,
     leading_spec,
@@ -112,7 +113,7 @@ def sharded_log_probs_from_logits(
     targets: Integer[Array, "*tokens"],
     mask: Bool[Array, "*tokens"] | None = None,
     *,
-    mesh: Mesh,
+    mesh: AnyMesh,
     vocab_axis: str = "tensor",
     token_axes: tuple[str, ...] = ("data",),
     vocab: VocabShards | None = None,
@@ -168,7 +169,7 @@ def sharded_log_probs_from_logits(
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _mapped(
     arrays: tuple[Array, Array, Array | None],
-    mesh: Mesh,
+    mesh: AnyMesh,
     specs: tuple[PartitionSpec, ...],
     options: tuple[tuple[str, Any], ...],
 ) -> TokenLogProbs:

@@ -321,6 +321,10 @@ def test_sums_of_another_tree_are_refused_in_a_sentence(gradients, message):
         part + StepSums.of(gradients, one)
     with pytest.raises(ValueError, match="^other: expected StepSums, got WeightedSum"):
         part + one
+    with pytest.raises(TypeError, match="unsupported operand"):
+        1 + part
+    with pytest.raises(ValueError, match="^gradient_dtype: expected a floating-point dtype, or None, got "):
+        StepSums.of({"a": np.zeros(2, np.float32)}, one, gradient_dtype=jnp.int32)
 
 
 # --- the schedule ------------------------------------------------------------------------------------------
@@ -427,6 +431,14 @@ def test_the_wait_for_the_data_is_measured():
     # That of every micro-batch, not that of the last one alone.
     waited = DocumentSchedule(docs_per_step=2).collect(local, padding=PADDING).data_wait_seconds
     assert 0.0 <= quick < 0.04 < waited < 5.0
+
+    def slow_sum(values):
+        threading.Event().wait(0.05)
+        return values
+
+    # The wait for other processes is none for the data.
+    step = DocumentSchedule(docs_per_step=1).collect([stream(1)], padding=PADDING, all_reduce=slow_sum)
+    assert 0.0 <= step.data_wait_seconds < 0.04
 
 
 class Processes:

@@ -187,8 +187,8 @@ def test_gdpo_of_rows_that_differ_in_one_function_or_none():
         assert not np.any(result.advantages[2]) and result.degenerate.tolist() == [False, False, True]
     one_sum = group_advantages(rows.sum(axis=-1)).advantages
     assert abs(one_sum[0, 0] - one_sum[1, 0]) < 1e-3, "in a group of two the size of a reward has no effect"
-    # Functions that cancel leave nothing, and no division by 0.
-    cancelled = decoupled_advantages(rows[:1, :, [0, 0]], weights=(1.0, -1.0), epsilon=0.0).advantages
+    # Functions that cancel leave nothing, and no division by 0; fp16 would hold neither weight.
+    cancelled = decoupled_advantages(rows[:1, :, [0, 0]], weights=(1e5, -1e5), epsilon=0.0).advantages
     np.testing.assert_array_equal(cancelled, np.zeros((1, 2)))
 
 
@@ -237,6 +237,8 @@ def test_float64_is_kept():
             decoupled_advantages(np.float64(FUNCTIONS), weights=[1.0, 2.0, 0.5], group_ids=IDS),
         ):
             assert result.advantages.dtype == jnp.float64
+        narrow = decoupled_advantages(FUNCTIONS, weights=[1.0, 2.0, 0.5], group_ids=IDS)
+        assert narrow.advantages.dtype == jnp.float32
 
 
 ROWS = np.ones((2, 3), np.float32)
@@ -259,6 +261,7 @@ BAD = {
     "weights ": lambda: decoupled_advantages(ROWS[..., None], weights=[np.nan]),
     "weights  ": lambda: decoupled_advantages(ROWS[..., None], weights=1.0),
     "weights   ": lambda: decoupled_advantages(ROWS[..., None], weights=COUNTS[0, :1]),
+    "weights    ": lambda: decoupled_advantages(ROWS[..., None], weights=["1.0"]),
     "epsilon ": lambda: decoupled_advantages(ROWS[..., None], epsilon=-1.0),
 }
 

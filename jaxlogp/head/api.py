@@ -5,11 +5,11 @@
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlogp._arrays import as_int32
-from jaxlogp._compat import AxisName, automatic_axes, leading_spec
+from jaxlogp._compat import AnyMesh, AxisName, automatic_axes, leading_spec
 from jaxlogp._reduce import WeightedSum
 from jaxlogp._stats import TokenLogProbs
 from jaxlogp._targets import check_targets
@@ -170,7 +170,7 @@ def sharded_linear_log_probs(
     targets: Int[Array, "*tokens"],
     mask: Bool[Array, "*tokens"] | None = None,
     *,
-    mesh: Mesh,
+    mesh: AnyMesh,
     vocab_axis: str = "tensor",
     token_axes: tuple[str, ...] = ("data",),
     weight_axis: str | None = None,

@@ -230,7 +230,7 @@ class HeadCall:
 
 
 def head_call(
-    hidden: Float[Array, "*tokens hidden"],
+    hidden: Float[Array, "*hidden_tokens hidden"],
     weight: HeadWeight,
     bias: Float[Array, " vocab"] | None,
     targets: Any,

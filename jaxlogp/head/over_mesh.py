@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
 from jaxlogp._arrays import AnyArray, as_int32
-from jaxlogp._compat import automatic_mesh_axes, axis_tuple, known_sharding, place, require_axes
+from jaxlogp._compat import AnyMesh, automatic_mesh_axes, axis_tuple, known_sharding, place, require_axes
 from jaxlogp._vocab import VocabShards
 from jaxlogp.errors import describe, require, require_hashable
 from jaxlogp.head.call import WEIGHT_LAYOUTS, check_operands
@@ -32,7 +32,7 @@ _OF_SUPPORT = ("support_ids", "support_counts")
 class Layout(NamedTuple):
     """The placement of a head call on a mesh; static and hashable."""
 
-    mesh: Mesh
+    mesh: AnyMesh
     vocab_axis: str
     token_axes: tuple[str, ...]
     weight_axis: str | None
@@ -80,6 +80,7 @@ def known_layout(hidden: Any, weight: Any, weight_layout: str, engine: EngineCho
     vocab_axis, weight_axis = head.spec[vocab_dim], head.spec[1 - vocab_dim]
     token_axes = axis_tuple(tokens.spec[0]) if hidden.ndim > 1 else ()
     chosen = first_choice(engine)
+    _require_one_order(tokens.mesh, head.mesh)
     possible = (
         hidden.ndim > 1
         and isinstance(vocab_axis, str)
@@ -89,10 +90,26 @@ def known_layout(hidden: Any, weight: Any, weight_layout: str, engine: EngineCho
         and vocab_axis not in token_axes
         and (not token_axes or dict(tokens.mesh.shape) == dict(head.mesh.shape))
     )
+    if not possible and any(head.spec):
+        _require_one_mesh(tokens.mesh, head.mesh)
     # Over an axis that does not split tokens, every rank needs the whole of H anyway.
     gathered = weight_axis if weight_axis in token_axes else None
     axes = {"vocab_axis": vocab_axis, "weight_axis": gathered, "token_axes": token_axes}
     return {"mesh": head.mesh, **axes} if possible else None
+
+
+def _require_one_order(tokens: AnyMesh, head: AnyMesh) -> None:
+    """JAX moves no array between devices in another order, and names operands of its own."""
+    if isinstance(tokens, Mesh) and isinstance(head, Mesh):
+        ids, wanted = ([device.id for device in mesh.devices.flat] for mesh in (tokens, head))
+        require(ids == wanted, "hidden", f"the devices of weight, in the order {wanted}", f"devices {ids}")
+
+
+def _require_one_mesh(tokens: AnyMesh, head: AnyMesh) -> None:
+    """Types of two meshes cannot be those of one program."""
+    if all(AxisType.Explicit in mesh.axis_types for mesh in (tokens, head)):
+        shape, wanted = dict(tokens.shape), dict(head.shape)
+        require(shape == wanted, "hidden", f"the mesh of weight, {wanted}", f"a mesh {shape}")
 
 
 def warn_of_unknown_layout(function: str, *operands: Any, stacklevel: int) -> None:
@@ -110,7 +127,7 @@ def layout_of(
     hidden: Any,
     weight: Any,
     bias: Any,
-    mesh: Mesh,
+    mesh: AnyMesh,
     vocab_axis: str,
     token_axes: tuple[str, ...],
     weight_axis: str | None,

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlogp._arrays import AnyArray, as_int32, refuse_gradient
-from jaxlogp._compat import AxisName, automatic_axes, leading_spec
+from jaxlogp._compat import AnyMesh, AxisName, automatic_axes, leading_spec
 from jaxlogp._reduce import WeightedSum
 from jaxlogp._stats import TokenLogProbs
 from jaxlogp._targets import check_targets
@@ -213,7 +213,7 @@ def sharded_linear_policy_loss(
     advantages: Float[AnyArray, "*rows"],
     mask: Bool[AnyArray, "*tokens"] | None = None,
     *,
-    mesh: Mesh,
+    mesh: AnyMesh,
     vocab_axis: str = "tensor",
     token_axes: tuple[str, ...] = ("data",),
     weight_axis: str | None = None,

@@ -381,9 +381,11 @@ class LogLikelihood(_Unbounded):
 def _binary_kl(old: Array, new: Array, log_ratio: Array) -> Array:
     """Computes the KL of two probabilities of one label from the old to the new one, in nats.
 
-    A probability near 1 is known to some 1e-7 only: without an addition its complement could be 0, and the KL infinite.
+    A probability near 1 is known to some 1e-7 only: without an addition its complement could be 0, and the KL infinite. A
+    log-prob that is a rounding above 0 would make the complement negative, and its logarithm NaN, which stops no label.
     """
-    return (1.0 - old) * jnp.log((1.0 - old + 1e-8) / (1.0 - new + 1e-8)) - old * log_ratio
+    others, others_new = (jnp.maximum(1.0 - probability, 0.0) for probability in (old, new))
+    return others * jnp.log((others + 1e-8) / (others_new + 1e-8)) - old * log_ratio
 
 
 def _weighted(weight: Float[AnyArray, "*shape"], log_prob: Float[AnyArray, "*shape"]) -> Float[Array, "*shape"]:

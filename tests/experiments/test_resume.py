@@ -1,5 +1,6 @@
 """What a resume may change, what it keeps in the run folder, and when there is nothing to do."""
 
+import dataclasses
 import hashlib
 import json
 import shlex
@@ -221,6 +222,21 @@ def test_the_command_resumes_from_another_folder_and_names_changed_data(tmp_path
         with pytest.raises(ValueError, match="expected the examples that the run began with") as refused:
             resume(path)
         refusals.append(refused)
+
+
+@pytest.mark.parametrize("saved, own", [(None, False), ("checkpoints", True), ("warm_start", True)])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_model_from_disk_is_the_runs_own_copy_once_a_checkpoint_holds_its_parameters(folder, saved, own, rank):
+    """That of a warm start too; with adapters a checkpoint holds these alone."""
+    config = Config()
+    model = dataclasses.replace(config.model, path="elsewhere")
+    config = dataclasses.replace(config, model=model, lora=dataclasses.replace(config.lora, rank=rank))
+    (folder.path / "warm_start").mkdir()
+    if saved is not None:
+        (folder.path / saved / "0").mkdir()
+    assert module.has_checkpoint(folder) is own
+    expected = str(folder.model) if own and rank == 0 else "elsewhere"
+    assert module.with_saved_model(config, folder).model.path == expected
 
 
 def test_a_process_that_ends_before_the_run_folder_is_whole_leaves_its_name_free(tmp_path, monkeypatch):

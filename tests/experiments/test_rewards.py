@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from experiments.config import Config, RewardConfig
+from experiments.experience.scoring import Sample, score, to_samples
 from experiments.loop.run import set_up
 from experiments.loop.run_parts import UserParts
+from experiments.sampling.policy import Generation
 from experiments.tasks import Completion, Example, Rewards, RewardTerm, make_task
 from experiments.tasks.rewards import RewardFailed, RewardNotFinite, rewards_of
 from jaxlogp import soft_overlong_punishment
@@ -111,6 +113,33 @@ def test_a_function_that_raises_is_named_with_its_example():
 
 
 @pytest.mark.bad_input
+def test_completions_are_decoded_once_for_all_judges_and_only_no_text_is_empty():
+    decoded = []
+
+    class Letters:
+        def decode(self, ids):
+            decoded.append(ids)
+            return "".join(map(chr, ids))
+
+    texts = ["85", " ", "", "8"]
+    ends = ["stop", "length", "stop", "length"]
+    generations = [
+        Generation(np.array([*map(ord, text)], np.int32), np.zeros(len(text), np.float32), end)
+        for text, end in zip(texts, ends, strict=True)
+    ]
+    length = rewards_of(lambda example, completion: completion.num_tokens)
+    tokenizer, judges = Letters(), (named(functions=("correct", "ended")), length)
+    verdicts = score(tokenizer, [EXAMPLE] * 4, generations, *judges)
+    assert verdicts.scored[0].parts.tolist() == [[1.0, 1.0], [0.0, 0.0], [0.0, 1.0], [0.0, 0.0]]
+    assert verdicts.scored[1].rewards.tolist() == [2.0, 1.0, 0.0, 1.0]
+    assert verdicts.empty.tolist() == [False, False, True, False] and len(decoded) == 4
+    samples = to_samples(tokenizer, [EXAMPLE] * 2, generations, verdicts.scored[0], judges[0].names)
+    assert samples == [
+        Sample("37+48=", "85", "85", 2.0, {"correct": 1.0, "ended": 1.0}, 2, True),
+        Sample("37+48=", " ", "85", 0.0, {"correct": 0.0, "ended": 0.0}, 1, False),
+    ]
+
+
 def test_refuses_what_are_no_functions():
     for bad in ([near], [(near, 1.0, 2.0)], [("near", 1.0)], 3):
         with pytest.raises(ValueError, match="^reward: expected a function"):

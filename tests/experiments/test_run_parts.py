@@ -113,6 +113,13 @@ def test_changed_files_of_a_model_are_refused(set_up, tmp_path, monkeypatch, cha
         resumed(folder)
 
 
+def test_ones_own_task_of_another_name_is_refused_before_its_examples_are_read(set_up, tmp_path, monkeypatch):
+    folder = set_up(tiny(tmp_path, "run", task="addition:1"), task=OwnTask(size=1))
+    monkeypatch.setattr(resume, "find_parts", None)
+    with pytest.raises(ValueError, match="^--task: expected the task of the run, 'addition:1', got 'addition:2'"):
+        resumed(folder, task=OwnTask(size=2))
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run of the caller's own task, without a step."""

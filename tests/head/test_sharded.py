@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlogp import (
@@ -119,6 +119,28 @@ def test_values_are_checked_before_the_program_runs():
         sharded_linear_log_probs(*given[:3], mesh=mesh(AxisType.Auto), token_axes=(), weight_axis="data")
 
 
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "shapes, options, sentence",
+    [
+        (((3, 4, 8), (16, 8)), {}, r"hidden: expected a first dimension divisible by 2, got shape \(3, 4, 8\)"),
+        (((2, 4, 8), (16, 8)), {"sequence_dim": 0}, "hidden: expected a dimension 0 divisible by 4, got shape"),
+        (((2, 4, 8), (16, 8)), {"sequence_dim": -1}, r"sequence_dim: expected a dimension of the tokens \(2, 4\)"),
+        (((2, 4, 8), (16, 8)), {"sequence_dim": True}, r"sequence_dim: expected a dimension of the tokens \(2, 4\)"),
+        (((2, 4, 9), (16, 9)), {"weight_axis": "data"}, "weight: expected a hidden dimension divisible by 2, got "),
+        (
+            ((2, 4, 8), (16, 8)),
+            {"weight_axis": "data", "engine": "fixed_order"},
+            "weight_axis: expected None with an engine that sums gradients itself, got 'data'",
+        ),
+    ],
+)
+def test_what_a_mesh_does_not_divide_is_refused(shapes, options, sentence):
+    hidden, weight = map(jnp.ones, shapes)
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        sharded_linear_log_probs(hidden, weight, jnp.zeros(shapes[0][:2], jnp.int32), mesh=over((2, 2)), **options)
+
+
 def test_a_weight_split_over_an_axis_that_splits_no_tokens():
     data = problem(vocab=512, bias=False)
     hidden, weight, targets = (data[name] for name in ("hidden", "weight", "targets"))
@@ -188,6 +210,64 @@ def test_a_plain_call_on_concrete_arrays_is_sharded(name, kind):
     assert [run.num_vocab_shards for run in runs] == [2]
     # Two fp32 computations, each within the contract's error of float64.
     assert abs(float(value) - value_alone(name)) < 2 * VALUE_ERROR * given[2].size
+
+
+def over(sizes, names=("data", "tensor"), kind=AxisType.Explicit, order=1):
+    """A mesh of four devices, in their order or, with -1, in the reverse of it."""
+    return Mesh(np.array(jax.devices()[:4])[::order].reshape(sizes), names, axis_types=(kind,) * len(names))
+
+
+def on_two_meshes(tokens, weight, of_tokens=None, of_weight=None, rows=8):
+    """Hidden states [rows, 4, 8] and targets on a mesh, and the weight [16, 8] on one of its own."""
+    rng = np.random.default_rng(0)
+    hidden, head = (rng.normal(size=shape).astype(np.float32) for shape in ((rows, 4, 8), (16, 8)))
+    targets = rng.integers(0, 16, (rows, 4)).astype(np.int32)
+    on_tokens = NamedSharding(tokens, of_tokens or P("data"))
+    on_vocab = NamedSharding(weight, of_weight or P("tensor"))
+    return [jax.device_put(x, on) for x, on in ((hidden, on_tokens), (head, on_vocab), (targets, on_tokens))]
+
+
+@pytest.mark.parametrize(
+    "tokens, of_tokens, of_weight, rows",
+    [
+        (((2, 2), ("data", "tensor")), P("tensor"), P("tensor"), 8),
+        (((2, 2), ("data", "tensor")), P("data"), P(("data", "tensor")), 8),
+        (((2, 2), ("data", "tensor")), P(None, "data"), P("tensor"), 8),
+        (((4,), ("rows",), AxisType.Auto), P("rows"), P("tensor"), 8),
+        (((1, 4), ("data", "tensor"), AxisType.Auto), P("data"), P("tensor"), 3),
+    ],
+    ids=["tokens over the axis of V", "V over two axes", "a later dimension", "another axis", "another size"],
+)
+def test_other_placements_are_left_to_xla(tokens, of_tokens, of_weight, rows):
+    """No sharded function has them; the values stay split as the tokens are."""
+    kind = tokens[2] if len(tokens) > 2 else AxisType.Explicit
+    given = on_two_meshes(over(*tokens), over((2, 2), kind=kind), of_tokens, of_weight, rows)
+    with record_head_runs() as runs:
+        log_probs = linear_log_probs(*given).log_probs
+    assert [run.num_vocab_shards for run in runs] == [1]
+    assert log_probs.sharding.is_equivalent_to(given[2].sharding, 2)
+    wanted, _ = oracle.head_log_probs(*map(np.asarray, given), None, None, oracle.Head())
+    assert oracle.scaled_error(log_probs, wanted) < VALUE_ERROR
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("wrap", [lambda function: function, jax.jit], ids=["concrete", "traced"])
+def test_types_of_two_meshes_are_refused(wrap):
+    given = on_two_meshes(over((4,), ("data",)), over((2, 2)))
+    sentence = r"^hidden: expected the mesh of weight, \{'data': 2, 'tensor': 2\}, got a mesh \{'data': 4\}"
+    with pytest.raises(ValueError, match=sentence):
+        wrap(linear_log_probs)(*given)
+    with pytest.raises(ValueError, match=sentence):
+        wrap(linear_policy_loss)(*given, None, jnp.ones((8, 4)))
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_devices_in_two_orders_are_refused(kind):
+    given = on_two_meshes(over((2, 2), kind=kind, order=-1), over((2, 2), kind=kind))
+    sentence = r"^hidden: expected the devices of weight, in the order \[0, 1, 2, 3\], got devices \[3, 2, 1, 0\]$"
+    with pytest.raises(ValueError, match=sentence):
+        linear_log_probs(*given)
 
 
 def test_penalized_labels_reach_a_sharded_loss():

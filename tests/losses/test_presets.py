@@ -315,6 +315,28 @@ def test_a_divergence_stops_labels_by_probability_in_the_direction_of_their_adva
     shifted = {"log_probs": new[None, :5], "old_log_probs": old[None, :5], "advantages": advantages[None, :5]}
     metrics = policy_metrics(**shifted, loss=PolicyLoss("mine", objective=loss))
     assert float(metrics["stopped_low_fraction"]) == float(metrics["stopped_high_fraction"]) == pytest.approx(0.2)
+    assert loss.clipped(jnp.float32([1e-3, 20.0, 20.1])).tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_a_divergence_stops_labels_whose_log_prob_is_a_rounding_above_0(divergence):
+    """As of a sampler that is sure: the distance is 0.5 in probability, and at least 0.5 nats."""
+    above = np.float32(3e-7)
+    new, old = np.float32([above, np.log(0.5)]), np.float32([np.log(0.5), above])
+    advantages = np.float32([1, -1])
+    values = losses.DivergenceMask(divergence, 0.4).value(jnp.asarray(new - old), jnp.asarray(new), advantages)
+    assert (np.asarray(values) == 0).all()
+    kept = losses.DivergenceMask(divergence, 20.0).value(jnp.asarray(new - old), jnp.asarray(new), advantages)
+    # exp and log of numbers below 1, each with an error of 2^-23.
+    np.testing.assert_allclose(kept, np.exp(np.float64(new - old)) * new * advantages, rtol=1e-6)
+
+
+def test_the_kl_of_a_divergence_keeps_its_digits_near_1():
+    """0.9999 ln(0.9999 / 0.995) + 0.0001 ln(0.0001 / 0.005) = 0.0045208, with an error of 2^-24 in each complement."""
+    old, new = np.log(np.float32([0.9999, 0.995]))
+    for epsilon, stops in ((0.00450, True), (0.00454, False)):
+        value = losses.DivergenceMask("kl", epsilon).value(jnp.float32(new - old), jnp.float32(new), jnp.float32(-1.0))
+        assert (float(value) == 0.0) is stops
 
 
 def test_a_loss_of_ones_own_is_a_small_class_and_one_registration():

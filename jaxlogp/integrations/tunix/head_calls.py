@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.interpreters import pxla
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxlogp import (
     TokenLogProbs,
@@ -33,7 +33,7 @@ TRACED: collections.Counter[TracedCall] = collections.Counter()
 """How often each call was traced since `install`."""
 
 
-def current_mesh() -> Mesh | None:
+def current_mesh() -> Mesh | AbstractMesh | None:
     """Returns the mesh that Tunix runs under (`with mesh:`, or `jax.set_mesh`), or None."""
     mesh = pxla.thread_resources.env.physical_mesh
     if mesh.empty:
