@@ -259,6 +259,7 @@ BAD = {
     "rewards    ": lambda: decoupled_advantages(None),
     "weights": lambda: decoupled_advantages(ROWS[..., None], weights=[1.0, 2.0]),
     "weights ": lambda: decoupled_advantages(ROWS[..., None], weights=[np.nan]),
+    "weights      ": lambda: decoupled_advantages(ROWS[..., None], weights=[1e300]),
     "weights  ": lambda: decoupled_advantages(ROWS[..., None], weights=1.0),
     "weights   ": lambda: decoupled_advantages(ROWS[..., None], weights=COUNTS[0, :1]),
     "weights    ": lambda: decoupled_advantages(ROWS[..., None], weights=["1.0"]),

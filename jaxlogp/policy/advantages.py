@@ -435,7 +435,10 @@ def _weights(
         weights = np.array(weights, np.float64)
     require_floating(weights, "weights")
     require(weights.shape == (count,), "weights", f"shape ({count},), one for each function", weights.shape)
-    _check_finite(weights, "weights")
+    if is_concrete(weights):
+        most = float(jnp.finfo(dtype).max)
+        host = np.asarray(weights, np.float64)
+        require(bool(np.all(np.abs(host) <= most)), "weights", f"numbers of at most {most:.2g}", host.tolist())
     return jnp.asarray(weights).astype(dtype)
 
 
