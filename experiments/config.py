@@ -248,6 +248,8 @@ def _validate_supervised(config: Config) -> None:
         same = value in (getattr(default, section), getattr(default.resolved(), section))
         require(same, f"--{section.replace('_', '-')}", expected, "other options")
     require(not config.evaluation.kl, "--evaluation.kl", expected, True)
+    samples = config.evaluation.samples
+    require(samples == 1, "--evaluation.samples", "1 in supervised learning, which samples nothing", samples)
     require(config.schedule.docs_per_step != 0, "--schedule.docs-per-step", "at least 1 in supervised learning", 0)
     passes = config.schedule.epochs_per_rollout
     require(passes == 1, "--schedule.epochs-per-rollout", "1 in supervised learning (see --schedule.epochs)", passes)

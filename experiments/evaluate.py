@@ -1,7 +1,7 @@
 """Scores a run's newest checkpoint, or a model on disk, on held-out prompts.
 
 python -m experiments.evaluate runs/NAME
-python -m experiments.evaluate runs/NAME --num-prompts 1000 --mesh data=2
+python -m experiments.evaluate runs/NAME --num-prompts 1000 --samples 8 --mesh data=2
 python -m experiments.evaluate --model DIRECTORY --task word_problems
 """
 
@@ -22,7 +22,7 @@ from experiments.config import Config, DataConfig, ModelConfig
 from experiments.loop.evaluation import Scores
 from experiments.loop.inference import make_inference
 from experiments.loop.load import LoadedRun, load_run
-from experiments.options import AtLeast, check_ranges
+from experiments.options import AtLeast, check_ranges, option_name
 from experiments.tasks import Task
 from jaxlogp.errors import describe, require
 
@@ -44,6 +44,8 @@ class EvaluateConfig:
     """Longest completion in tokens. None: that of the run, or 256 with --model."""
     num_prompts: Annotated[int | None, AtLeast(1)] = None
     """Number of held-out prompts. None: that of the run."""
+    samples: Annotated[int | None, AtLeast(1)] = None
+    """Completions of each prompt at temperature 1. None: those of the run, or 1 with --model."""
     mesh: str | None = None
     """Device mesh. None: that of the run."""
 
@@ -74,12 +76,12 @@ def load(config: EvaluateConfig, task: Task | None = None) -> LoadedRun:
 def _changed(stored: Config, config: EvaluateConfig) -> Config:
     # Refused by the names that this command has for them.
     check_ranges(config)
-    unread = stored.supervised and config.max_new_tokens is not None
     expected = "no value in supervised learning, which samples nothing"
-    require(not unread, "--max-new-tokens", expected, config.max_new_tokens)
-    if config.num_prompts is not None:
-        evaluation = dataclasses.replace(stored.evaluation, num_prompts=config.num_prompts)
-        stored = dataclasses.replace(stored, evaluation=evaluation)
+    for name in ("max_new_tokens", "samples"):
+        value = getattr(config, name)
+        require(not stored.supervised or value is None, option_name(name), expected, value)
+    asked = {name: getattr(config, name) for name in ("num_prompts", "samples") if getattr(config, name) is not None}
+    stored = dataclasses.replace(stored, evaluation=dataclasses.replace(stored.evaluation, **asked))
     if config.max_new_tokens is not None:
         rollout = dataclasses.replace(stored.rollout, max_new_tokens=config.max_new_tokens)
         stored = dataclasses.replace(stored, rollout=rollout)

@@ -55,6 +55,9 @@ class EvaluationConfig:
     """Optimizer steps between evaluations. 0: only before and after training."""
     num_prompts: Annotated[int, AtLeast(1)] = 512
     """Number of held-out prompts."""
+    samples: Annotated[int, AtLeast(1)] = 1
+    """Completions of each prompt at temperature 1. The share that is right is reported, and with several of them
+    the share of prompts with any right one (pass@k)."""
     kl: bool = False
     """Report the KL of the policy to the initial one as well, on the sampled completions.
     Keeps a copy of the initial parameters, as --loss.kl-coefficient does."""

@@ -22,16 +22,21 @@ CHECKS, EVALUATION = 2, 3
 
 
 class ExactMatch(NamedTuple):
-    """Share of held-out prompts that the task's verdict calls right, in [0, 1]."""
+    """Shares of held-out prompts that the task's verdict calls right, in [0, 1]: the mean over the samples of a prompt, its
+    greedy completion, and any of several samples (pass@k; None of one)."""
 
     sampled: float
     greedy: float
+    any_sample: float | None = None
 
     def __str__(self) -> str:
-        return f"held-out exact match sampled {self.sampled:.3f}, greedy {self.greedy:.3f}"
+        more = "" if self.any_sample is None else f", any sample {self.any_sample:.3f}"
+        return f"held-out exact match sampled {self.sampled:.3f}{more}, greedy {self.greedy:.3f}"
 
     def named(self) -> dict[str, float]:
-        return {"held-out exact match (temperature 1)": self.sampled, "held-out exact match (greedy)": self.greedy}
+        more = {} if self.any_sample is None else {"held-out exact match (any sample)": self.any_sample}
+        sampled = {"held-out exact match (temperature 1)": self.sampled, **more}
+        return sampled | {"held-out exact match (greedy)": self.greedy}
 
 
 class HeldOutLoss(NamedTuple):
@@ -85,16 +90,21 @@ class EvaluatedAnswers:
 
     @property
     def scores(self) -> ExactMatch:
-        return ExactMatch(self.sampled.exact_match, self.greedy.exact_match)
+        verdicts = self.sampled.verdicts.rewards.reshape(len(self.prompts), -1)
+        any_sample = float(np.mean(verdicts.max(axis=1), dtype=np.float64)) if verdicts.shape[1] > 1 else None
+        return ExactMatch(self.sampled.exact_match, self.greedy.exact_match, any_sample)
 
     @property
     def documents(self) -> list[Document]:
         """The sampled answers, without advantages."""
-        pairs = zip(self.prompts, self.sampled.drawn, strict=True)
-        return [Document.of_completion(np.array(prompt, np.int32), each.ids, each.log_probs) for prompt, each in pairs]
+        each = len(self.sampled.drawn) // len(self.prompts)
+        prompts = [np.array(prompt, np.int32) for prompt in self.prompts for _ in range(each)]
+        pairs = zip(prompts, self.sampled.drawn, strict=True)
+        return [Document.of_completion(prompt, drawn.ids, drawn.log_probs) for prompt, drawn in pairs]
 
     def metrics(self) -> dict[str, float]:
-        values = {f"exact_match_{name}": score for name, score in self.scores._asdict().items()}
+        scores = self.scores._asdict().items()
+        values = {f"exact_match_{name}": score for name, score in scores if score is not None}
         for name, answers in (("sampled", self.sampled), ("greedy", self.greedy)):
             values[f"reward_{name}"] = float(answers.rewards.rewards.mean())
             values[f"completion_length_{name}"] = float(np.mean([len(each.ids) for each in answers.drawn]))
@@ -117,17 +127,23 @@ class Evaluation(Protocol):
 
 
 class AnswerEvaluation:
-    """Held-out prompts, at most `num_prompts`, completed with the same random numbers every time."""
+    """Held-out prompts, at most `num_prompts`, each completed `samples` times with the same random numbers every time."""
 
     scores = ExactMatch
 
     def __init__(
-        self, task: Task, rewards: Rewards, num_prompts: int, prompt_tokens: int, options: SamplingOptions
+        self,
+        task: Task,
+        rewards: Rewards,
+        num_prompts: int,
+        prompt_tokens: int,
+        options: SamplingOptions,
+        samples: int = 1,
     ) -> None:
         self._rewards, self._verdict = rewards, Rewards((RewardTerm(CORRECT, task.verify),))
         self._examples = held_out_examples(task, num_prompts)
-        # A sampled and a greedy completion are drawn together: one program, which reads each prompt once.
-        self.shape = Shape(len(self._examples), prompt_tokens, 2, replace(options, greedy_last=True))
+        # Sampled and greedy completions are drawn together: one program, which reads each prompt once.
+        self.shape = Shape(len(self._examples), prompt_tokens, samples + 1, replace(options, greedy_last=True))
         self.check_shape = Shape(CHECK_PROMPTS, prompt_tokens, 1, options)
         self._asked = num_prompts
 
@@ -139,11 +155,13 @@ class AnswerEvaluation:
     def of(self, policy: Policy) -> EvaluatedAnswers:
         examples, tokenizer, judges = self._examples, policy.tokenizer, (self._rewards, self._verdict)
         prompts = [encode_prompt(tokenizer, example, self.shape.tokens) for example in examples]
-        both = self._draw(policy, prompts, self.shape.options, copies=self.shape.copies)
-        sampled, greedy = (
-            Answers(drawn, *score(tokenizer, examples, drawn, *judges).scored) for drawn in (both[::2], both[1::2])
-        )
-        shown = examples[:SHOWN_SAMPLES]
+        copies = self.shape.copies
+        both = self._draw(policy, prompts, self.shape.options, copies=copies)
+        repeated = [example for example in examples for _ in range(copies - 1)]
+        drawn, last = [each for place, each in enumerate(both, 1) if place % copies], both[copies - 1 :: copies]
+        sampled = Answers(drawn, *score(tokenizer, repeated, drawn, *judges).scored)
+        greedy = Answers(last, *score(tokenizer, examples, last, *judges).scored)
+        shown = repeated[:SHOWN_SAMPLES]
         samples = to_samples(tokenizer, shown, sampled.drawn, sampled.rewards, self._rewards.names)
         return EvaluatedAnswers(prompts, sampled, greedy, samples)
 

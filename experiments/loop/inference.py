@@ -88,7 +88,8 @@ def make_inference(
         refills = model.decoder is not None and not config.invariant
         rows = completions_at_a_time(config.rollout, backend.rollout_ranks) if refills else config.rollout.rows
         options = SamplingOptions(sizes.completion, temperature=1.0, stop=config.rollout.stop, rows=rows)
-        evaluation = AnswerEvaluation(task, rewards, config.evaluation.num_prompts, sizes.prompt, options)
+        asked = config.evaluation
+        evaluation = AnswerEvaluation(task, rewards, asked.num_prompts, sizes.prompt, options, asked.samples)
     shapes = mesh.ranks, sizes.rows, sizes.row, model.vocab_size, tokenizer.pad_id
     return Inference(
         config=config,

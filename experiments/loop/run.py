@@ -84,7 +84,8 @@ class Result:
     def held_out(self) -> dict[str, HeldOut]:
         """Held-out scores by name."""
         after = self.after.named()
-        return {name: HeldOut(before, after[name]) for name, before in self.before.named().items()}
+        # A resume may have changed how many samples there are.
+        return {name: HeldOut(before, after[name]) for name, before in self.before.named().items() if name in after}
 
 
 @dataclass(frozen=True)

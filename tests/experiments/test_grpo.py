@@ -146,6 +146,10 @@ def test_evaluate_reproduces_the_final_scores(plain, capsys):
     scores = evaluate.run_cli([str(plain.run.path)])
     assert scores == plain.after
     assert "held-out exact match (greedy)" in capsys.readouterr().out
+    asked = evaluate.EvaluateConfig(str(plain.run.path), num_prompts=2, samples=3)
+    assert evaluate.load(asked).inference.evaluation.shape[:3:2] == (2, 4), (
+        "prompts, and with the greedy one completions"
+    )
     # An older step, while the run is being written.
     with RunLock(plain.run.lock):
         assert evaluate.run_cli([f"{plain.run.path}@0"]) == plain.before

@@ -160,6 +160,7 @@ def test_the_command_trains_for_one_pass_and_prints_the_command_that_goes_on(tmp
         ({"loss": LossConfig(name="gspo")}, "--loss: expected no options in supervised learning"),
         ({"source": "examples.guess_number:rollouts"}, "--source: expected no options in supervised learning"),
         ({"evaluation": EvaluationConfig(kl=True)}, "--evaluation.kl: expected no options in supervised learning"),
+        ({"evaluation": EvaluationConfig(samples=2)}, "--evaluation.samples: expected 1 in supervised learning, which"),
         (
             {"schedule": ScheduleConfig(row_length=7)},
             r"--schedule.row-length: expected at least 12, the longest document of .*sums.jsonl, line 29, got 7$",

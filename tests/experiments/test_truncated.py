@@ -65,7 +65,7 @@ def test_an_evaluation_tells_drawn_answers_from_greedy_ones():
     found, examples = evaluation.of(policy), held_out_examples(TASK, 8)
     assert policy.asked == (8, replace(options, greedy_last=True), 2, (EVALUATION,), (8, 5))
     share = np.mean([example.answer == "7" for example in examples])
-    assert found.scores == (share, 0.0) and 0.0 < share < 1.0
+    assert found.scores == (share, 0.0, None) and 0.0 < share < 1.0
     drawn = {"exact_match": share, "reward": 1.5, "completion_length": 2.0, "truncated_share": 0.0}
     greedy = {"exact_match": 0.0, "reward": 3.0, "completion_length": 3.0, "truncated_share": 1.0}
     wanted = {f"{name}_sampled": value for name, value in drawn.items()}
@@ -77,6 +77,25 @@ def test_an_evaluation_tells_drawn_answers_from_greedy_ones():
     # A check of the warm start draws anew at each step.
     assert evaluation.exact_match_on(examples, policy, 12) == share
     assert policy.asked == (8, options, 1, (CHECKS, 12), (8, 5))
+
+
+def test_several_samples_of_a_prompt_are_averaged_and_one_of_them_suffices():
+    """Every prompt is answered with 7 and with 12 by draws, and with 12 greedily."""
+    policy = Noting(TOKENIZER, ("7", "12"))
+    evaluation, examples = AnswerEvaluation(TASK, REWARDS, 12, 5, SamplingOptions(3), 2), held_out_examples(TASK, 12)
+    found = evaluation.of(policy)
+    assert evaluation.shape.copies == policy.asked[2] == 3
+    sevens, twelves = (np.mean([example.answer == text for example in examples]) for text in ("7", "12"))
+    assert sevens > 0.0 and twelves > 0.0
+    # Verdicts are 0 and 1, and shares of 12 and 24 of them are rounded once.
+    assert found.scores == pytest.approx(((sevens + twelves) / 2, twelves, sevens + twelves), rel=1e-15)
+    assert found.metrics()["exact_match_any_sample"] == found.scores.any_sample
+    assert f", any sample {sevens + twelves:.3f}, greedy" in str(found.scores) and len(found.scores.named()) == 3
+    assert [each.completion for each in found.samples] == ["7", "12"] * 8
+    assert [each.prompt for each in found.samples] == [example.prompt for example in examples[:8] for _ in range(2)]
+    for prompt, one, other in zip(found.prompts, found.documents[::2], found.documents[1::2], strict=True):
+        assert one.tokens[: len(prompt)].tolist() == other.tokens[: len(prompt)].tolist() == prompt
+        assert (one.num_labels, other.num_labels) == (2, 3)
 
 
 def test_a_stop_text_ends_a_completion_at_the_token_that_completes_it():

@@ -331,6 +331,8 @@ OTHERS = [
         "--model x --task sft:x --max-new-tokens 5",
         "--max-new-tokens: expected no value in supervised learning, which samples nothing, got 5",
     ),
+    ("evaluate", "--model x --samples 0", "--samples: expected at least 1, got 0"),
+    ("evaluate", "--model x --task sft:x --samples 2", "--samples: expected no value in supervised learning, which samples"),
     ("chat", "/nowhere/at/all", "model: expected a run folder, a directory or a GGUF file, got /nowhere/at/all"),
     ("chat", "{place}/folder", "config.json"),
     ("chat", "{place}/run --dtype float64", "--dtype: expected float32 or bfloat16, got float64"),
