@@ -45,7 +45,7 @@ class StepMonitor:
         self._truncated_steps, self._next_truncated = 0, 1
 
     def warnings(self, step: int, values: Mapping[str, Any], counts: RolloutMetrics) -> list[str]:
-        found = (self._spike(step, values), self._truncated(step, counts), self._nothing_to_learn(step, counts))
+        found = (self._spike(step, values), self._truncated(step, counts), self._nothing_to_learn(step, values, counts))
         return [each for each in found if each]
 
     def _spike(self, step: int, values: Mapping[str, Any]) -> str | None:
@@ -56,21 +56,23 @@ class StepMonitor:
             f"step {step}: gradient norm {values['grad_norm']:.3g}, {ratio:.3g} times the median of the norms before it"
         )
 
-    def _nothing_to_learn(self, step: int, counts: RolloutMetrics) -> str | None:
+    def _nothing_to_learn(self, step: int, values: Mapping[str, Any], counts: RolloutMetrics) -> str | None:
         """A warning after some such steps in a row, and each time that there are twice as many."""
-        if not counts.groups:
-            return None
-        if counts.degenerate < counts.groups:
+        if counts.groups:
+            teaches = counts.degenerate < counts.groups
+            what, why = "group had equal rewards", f" ({counts.why_no_signal(self._max_new_tokens)})"
+        else:
+            # Of a source that counts no groups; supervised steps have no advantages.
+            teaches = not values.get("max_advantage") == values.get("min_advantage") == 0.0
+            what, why = "document had advantage 0", ""
+        if teaches:
             self._degenerate, self._next_warning = 0, DEGENERATE_STEPS
             return None
         self._degenerate += 1
         if self._degenerate < self._next_warning:
             return None
         self._next_warning *= 2
-        return (
-            f"step {step}: every group had equal rewards for {self._degenerate} steps in a row: no learning signal "
-            f"({counts.why_no_signal(self._max_new_tokens)})"
-        )
+        return f"step {step}: every {what} for {self._degenerate} steps in a row: no learning signal{why}"
 
     def _truncated(self, step: int, counts: RolloutMetrics) -> str | None:
         """Warns of the first step with many truncated completions, and each time that there were twice as many steps."""

@@ -201,8 +201,8 @@ class DivergenceMask(_Vanishing):
 
     Attributes:
         divergence: "tv" or "kl".
-        epsilon: largest distance where A < 0, above 0 (`clip_ratio_low` of verl's dppo_tv and dppo_kl).
-        epsilon_high: largest distance where A > 0, above 0 (`clip_ratio_high`); None for `epsilon`.
+        epsilon: largest distance where A < 0, above 0, of "tv" at most 1 (`clip_ratio_low` of verl's dppo_tv and dppo_kl).
+        epsilon_high: largest distance where A > 0, likewise (`clip_ratio_high`); None for `epsilon`.
         max_weight: largest importance weight, above 0 (`clip_ratio_c`).
 
     Raises:
@@ -226,10 +226,14 @@ class DivergenceMask(_Vanishing):
 
     def __post_init__(self) -> None:
         require(self.divergence in DIVERGENCES, "divergence", f"one of {DIVERGENCES}", repr(self.divergence))
-        for name in ("epsilon", "max_weight"):
-            _require_above_0(name, getattr(self, name))
-        if self.epsilon_high is not None:
-            _require_above_0("epsilon_high", self.epsilon_high)
+        _require_above_0("max_weight", self.max_weight)
+        for name in ("epsilon", "epsilon_high"):
+            value = getattr(self, name)
+            if value is not None or name == "epsilon":
+                _require_above_0(name, value)
+                # No two probabilities are further apart.
+                good = self.divergence != "tv" or value <= 1.0
+                require(good, name, "a number of at most 1 for divergence 'tv'", repr(value))
         hold_python_numbers(self)
 
     def value(

@@ -44,6 +44,16 @@ def test_steps_that_teach_nothing_are_warned_of_and_then_less_often():
     assert found[5] == f"step 5: {words}"
 
 
+def test_steps_of_a_source_without_any_advantage_are_warned_of_too():
+    watch, none = StepMonitor(GuardsConfig(), 3), RolloutMetrics()
+    nothing, other, supervised = ({"max_advantage": x, "min_advantage": 0.0} for x in (0.0, 1.0, None))
+    steps = [*[nothing] * 4, other, *[nothing] * 5, *[supervised, {}] * 5]
+    found = {step: watch.warnings(step, values, none) for step, values in enumerate(steps, 1)}
+    assert {step: each for step, each in found.items() if each} == {
+        10: ["step 10: every document had advantage 0 for 5 steps in a row: no learning signal"]
+    }
+
+
 def test_one_group_with_a_difference_is_enough():
     right = TASK.example(2, "train")
     reward = lambda example, completion: float(example == right and completion == "7")  # noqa: E731

@@ -388,6 +388,7 @@ BAD = {
     "an unknown divergence": (lambda: losses.DivergenceMask("js"), "divergence", "'js'"),
     "a bound 0 of a divergence": (lambda: losses.dppo_tv(epsilon=0.0), "epsilon", "0.0"),
     "an infinite bound of a divergence": (lambda: losses.dppo_kl(epsilon_high=np.inf), "epsilon_high", "inf"),
+    "a bound beyond all probabilities": (lambda: losses.dppo_tv(epsilon_high=1.5), "epsilon_high", "1.5"),
     "max_weight of a divergence 0": (lambda: losses.dppo_kl(max_weight=0.0), "max_weight", "0.0"),
     "power 0": (lambda: losses.vespo(power_negative=0.0), "power_negative", "0.0"),
     "decay infinite": (lambda: losses.vespo(decay_positive=np.inf), "decay_positive", "inf"),
