@@ -193,7 +193,8 @@ class Optimizer:
         return params, OptimizerState(state.count + 1, kept, inner), rate
 
 
-DECAY = Range("a decay in [0, 1)", lambda value: 0.0 <= value < 1.0)
+# fp32 rounds what is nearer to 1 up to it: Adam's moments would be divided by 1 - 1 = 0.
+DECAY = Range("a decay in [0, 1), in fp32 too", lambda value: 0.0 <= value < 1.0 - 2.0**-25)
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,7 @@ def test_documents_without_any_label_make_a_step_of_0():
     made = [Document(np.arange(3, 9, dtype=np.int32), np.zeros(6, bool), np.float32(0.5), np.zeros(0, np.float32))] * 2
     result = mine.step(made)
     assert result.refusal is None and result.metrics["num_documents"] == 2
+    assert (result.metrics["tokens"], result.metrics["micro_batches"]) == (2 * 6, 1)
     named = ("loss", "loss_objective", "grad_norm", "num_tokens", "advantage_labelled", "loss_count")
     assert [result.metrics[name] for name in named] == [0.0] * len(named)
 

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from experiments.config import Config, CorrectionConfig, RolloutConfig, ScheduleConfig
+from experiments.learner.backend import StepGradient, add_gradients
 from experiments.learner.drift import END, measure_drift
 from experiments.learner.objectives import _drift
 from experiments.learner.packing import Packing
 from experiments.models.tokenizer import EOS_ID, tokenizer_for
 from experiments.tasks import make_task
-from jaxlogp import Document, VocabShards
+from jaxlogp import Document, StepSums, VocabShards, WeightedSum
 from jaxlogp.head import HeadRun
 from jaxlogp.policy.documents import SAMPLER_COLUMN
 from tests.experiments.stacked import stacked
@@ -115,6 +116,13 @@ def test_the_metric_of_a_step_is_the_largest_distance_under_the_present_paramete
         log_probs = computed(each, {4: -5.0, **off})
         found += [_drift(log_probs[rank], each.micro_batch(rank), jnp.int32(SEEN)) for rank in range(2)]
     assert max(map(float, found)) == wanted
+
+
+@pytest.mark.parametrize("drifts", [(0.25, 0.5), (0.5, 0.25), (-np.inf, 0.5), (0.5, -np.inf)])
+def test_the_metric_of_several_micro_batches_is_the_largest(drifts):
+    sums = StepSums.of({"w": jnp.ones(1)}, WeightedSum(jnp.float32(1.0), jnp.int32(1)))
+    added = add_gradients(*(StepGradient(sums, jnp.float32(drift)) for drift in drifts))
+    assert float(added.drift) == 0.5 and int(added.sums.loss.count) == 2
 
 
 @pytest.mark.parametrize("offset", [-0.5, 0.5])

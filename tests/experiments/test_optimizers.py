@@ -292,3 +292,13 @@ def test_another_number_of_steps_decides_the_rates_from_there_on():
 def test_muon_needs_a_matrix():
     with pytest.raises(ValueError, match="^--optimizer.name: expected an optimizer other than muon"):
         OptimizerConfig(name="muon", learning_rate=1e-3).optimizer(10).init({"w": jnp.ones((4, 4))})
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("option", ["b1", "momentum"])
+def test_a_decay_that_bf16_would_round_away_is_refused(option):
+    options = {"name": "muon", "learning_rate": 1e-3, "first_moment_dtype": "bfloat16"}
+    OptimizerConfig(**options, **{option: 0.98}).optimizer(1)
+    with pytest.raises(ValueError, match=f"^--optimizer.{option}: expected at most 0.98 with "):
+        OptimizerConfig(**options, **{option: 0.981}).optimizer(1)
+    OptimizerConfig(**options | {"first_moment_dtype": "float32"}, **{option: 0.99}).optimizer(1)

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -50,3 +51,13 @@ def test_the_kl_is_a_mean_over_the_tokens_of_all_documents(ranks):
         )  # fmt: skip
         assert Learner.kl_to_reference(learner, documents) == found
     assert asked == [1.0] and kl_between(theirs, ours) != pytest.approx(wanted, abs=6e-9)
+
+
+def test_a_reference_keeps_its_numbers_when_a_step_takes_over_the_memory_of_the_parameters():
+    learner = SimpleNamespace(state=SimpleNamespace(params={"w": jnp.arange(3.0)}), keeps_reference=True)
+    Learner.keep_reference(learner)
+    learner.state.params["w"].delete()
+    np.testing.assert_array_equal(learner.reference["w"], [0.0, 1.0, 2.0])
+    learner.keeps_reference = False
+    Learner.keep_reference(learner)
+    assert learner.reference is None

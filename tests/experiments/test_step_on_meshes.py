@@ -75,6 +75,12 @@ def test_a_mesh_gives_the_step_of_one_device(mesh):
     assert max(float(np.abs(a - b).max()) for a, b in zip(begin, params, strict=True)) > 5 * PARAMS
     for leaf in jax.tree.leaves(setup.learner.state):
         assert leaf.sharding.mesh.shape == dict(setup.mesh.shape), "the second step would be compiled again"
+    policy = setup.policy()
+    first, *others = setup.feed().take(policy).documents
+    policy.end()
+    # Of one document on one rank; the others' are roundings.
+    off = replace(first, sampler_log_probs=first.sampler_log_probs - 2.0)
+    assert abs(setup.learner.step([off, *others]).metrics["drift_max"] - 2.0) < LOSS
 
 
 @pytest.mark.slow

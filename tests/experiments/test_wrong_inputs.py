@@ -439,7 +439,7 @@ def test_every_range_is_compared(name):
         (AtLeast(2), (2, 3, 2**40), (1, -2), "at least 2"),
         (Within(0.01, 1.0), (0.01, 0.5, 1.0), (0.0, 1.001, -1.0), "a number in [0.01, 1.0]"),
         (Positive(), (1e-300, 7.0), (0.0, -1.0, math.inf, math.nan), "a finite number > 0"),
-        (DECAY, (0.0, 0.5), (-0.1, 1.0), "a decay in [0, 1)"),
+        (DECAY, (0.0, 0.5, 1 - 2**-24), (-0.1, 1 - 2**-25, 1.0), "a decay in [0, 1), in fp32 too"),
         (OneOf("a", "b"), ("a", "b"), ("", "ab", "c"), "one of a, b"),
     ],
 )

@@ -2,9 +2,12 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from jaxlogp import TokenLogProbs
 from jaxlogp._targets import LocalTargets
@@ -63,3 +66,19 @@ def test_only_products_of_fp16_have_their_cotangents_scaled(dtype, spec):
     values, unscale = scaled(G_LOG_PROBS, None, dtype=dtype, spec=spec)
     assert unscale is None
     np.testing.assert_array_equal(values.log_probs, np.where(MASK, G_LOG_PROBS, 0.0))
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_ranks_whose_gradients_are_added_before_the_division_have_one_factor(same):
+    def of_rank(g):
+        targets = LocalTargets(jnp.zeros(4, jnp.int32), jnp.asarray(MASK), None, jnp.int32(10))
+        call = HeadCall(jnp.zeros((4, 2)), jnp.zeros((10, 2), jnp.float16), None, targets, PLAIN, 10)
+        values, unscale = scaled_cotangents(call, TokenLogProbs(g[0], None), same_on_all_ranks=same)
+        return values.log_probs[None], jnp.broadcast_to(unscale, (1,))
+
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    mapped = jax.shard_map(of_rank, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    largest = np.float32([1.0, 2.0**-10])
+    values, unscale = jax.jit(mapped)(np.broadcast_to(largest[:, None], (2, 4)))
+    np.testing.assert_array_equal(unscale, 2.0**-13 * (np.ones(2) if same else largest))
+    np.testing.assert_array_equal(values, np.where(MASK, largest[:, None] / unscale[:, None], 0.0))

@@ -261,6 +261,22 @@ def test_types_of_two_meshes_are_refused(wrap):
         wrap(linear_policy_loss)(*given, None, jnp.ones((8, 4)))
 
 
+@pytest.mark.parametrize(
+    "kind, of_tokens, of_weight, shards",
+    [
+        (AxisType.Auto, P("data"), P(("data", "tensor")), 1),
+        (AxisType.Explicit, P(None), P("tensor"), 2),
+        (AxisType.Explicit, P("data"), P(None), 1),
+    ],
+    ids=["tokens without types", "whole tokens", "whole weight"],
+)
+def test_two_meshes_are_taken_where_types_of_both_do_not_meet(kind, of_tokens, of_weight, shards):
+    given = on_two_meshes(over((4,), ("data",), kind), over((2, 2)), of_tokens, of_weight)
+    with record_head_runs() as runs:
+        assert jax.eval_shape(linear_log_probs, *given).log_probs.shape == (8, 4)
+    assert [run.num_vocab_shards for run in runs] == [shards]
+
+
 @pytest.mark.bad_input
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_devices_in_two_orders_are_refused(kind):

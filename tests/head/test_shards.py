@@ -9,8 +9,15 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp import VocabShards, linear_log_probs, log_probs_from_logits, sharded_linear_log_probs
+from jaxlogp import (
+    VocabShards,
+    linear_log_probs,
+    linear_policy_loss,
+    log_probs_from_logits,
+    sharded_linear_log_probs,
+)
 from jaxlogp.head import ChunkedEngine
+from jaxlogp.losses import grpo
 from tests import oracle
 from tests.head import cases
 
@@ -196,6 +203,52 @@ def test_out_of_vocab_zero_over_shards():
     (hidden, weight, bias), result = jax.jit(mapped)(*blocks(data, shards))
     assert result.log_probs[0] == 0.0 and result.log_probs[5] == 0.0
     check(result, oracle.HeadGradients(hidden, shards.unshard_rows(weight), shards.unshard_rows(bias)), data)
+
+
+def test_masks_that_differ_between_shards_spoil_no_other_token():
+    """In one pass shards meet in every chunk, which must hold the same tokens on all of them."""
+    shards = SHARDINGS["V=257 TP=2"]
+    data = case(shards)
+    masks = np.ones((2, 24), bool)
+    masks[0, [0, 3, 7]] = masks[1, [0, 10]] = False
+    options = {"loss": grpo(), "axis_name": "tensor", "vocab": shards, "engine": CHUNKED, "out_of_vocab": "zero"}
+
+    def local(hidden, weight, bias, targets, mask):
+        def total(weight):
+            columns = jnp.zeros(24), jnp.ones(24), mask[0]
+            loss, values = linear_policy_loss(hidden, weight, targets, *columns, bias=bias, **options)
+            return loss.sum, values.log_probs
+
+        # Without a gradient there is no such pass.
+        (loss, log_probs), _ = jax.value_and_grad(total, has_aux=True)(weight)
+        return loss[None], log_probs[None]
+
+    specs = (*SPECS[:4], P("tensor"))
+    mapped = jax.shard_map(local, mesh=tensor_mesh(2), in_specs=specs, out_specs=P("tensor"))
+    head = blocks(data, shards)[:3]
+    targets = jnp.clip(data["targets"], 0, shards.vocab_size - 1)
+    loss, log_probs = jax.jit(mapped)(*head, targets, jnp.asarray(masks))
+    wanted, _ = oracle.head_log_probs(data["hidden"], data["weight"], targets, masks.any(axis=0), data["bias"])
+    differ = masks[0] != masks[1]
+    for mine in np.asarray(log_probs):
+        np.testing.assert_array_equal(np.isnan(mine), differ)
+        assert oracle.scaled_error(mine[~differ], wanted[~differ]) < VALUE_ERROR
+    assert np.isnan(loss).all()
+
+
+@pytest.mark.parametrize("whose", ["hidden", "targets", "mask"])
+def test_ranks_with_models_of_their_own_need_no_axis_name(whose):
+    """One operand that varies beside the weight tells them from shards of one vocabulary."""
+    data = case(SHARDINGS["V=257 TP=2"])
+    given = {name: jnp.stack([data[name]] * 2) for name in ("hidden", "targets", "mask")}
+    place = {name: P("tensor") if name == whose else P() for name in given}
+
+    def local(weight, given):
+        arrays = {name: x[0] for name, x in given.items()}
+        return linear_log_probs(weight=weight, engine=CHUNKED, **arrays).log_probs[None]
+
+    mapped = jax.shard_map(local, mesh=tensor_mesh(2), in_specs=(P("tensor"), place), out_specs=P("tensor"))
+    assert jax.eval_shape(mapped, data["weight"][:256], given).shape == (2, 24)
 
 
 # --- given logits ------------------------------------------------------------------------------------------
