@@ -251,7 +251,12 @@ class DivergenceMask(_Vanishing):
         """Returns True where the weight is limited; `stopped_low_fraction` and `stopped_high_fraction` count where m = 0."""
         return ratio > self.max_weight
 
-    def _stopped(self, log_ratio: Array, log_prob: Array, advantages: Array) -> Array:
+    def _stopped(
+        self,
+        log_ratio: Float[AnyArray, "*shape"],
+        log_prob: Float[AnyArray, "*shape"],
+        advantages: Float[AnyArray, "*shape"],
+    ) -> Bool[Array, "*shape"]:
         new, old = jnp.exp(log_prob), jnp.exp(log_prob - log_ratio)
         distance = jnp.abs(new - old) if self.divergence == "tv" else _binary_kl(old, new, log_ratio)
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
@@ -382,7 +387,9 @@ class LogLikelihood(_Unbounded):
         return _weighted(advantages, log_prob)
 
 
-def _binary_kl(old: Array, new: Array, log_ratio: Array) -> Array:
+def _binary_kl(
+    old: Float[Array, "*shape"], new: Float[Array, "*shape"], log_ratio: Float[AnyArray, "*shape"]
+) -> Float[Array, "*shape"]:
     """Computes the KL of two probabilities of one label from the old to the new one, in nats.
 
     A probability near 1 is known to some 1e-7 only: without an addition its complement could be 0, and the KL infinite. A
