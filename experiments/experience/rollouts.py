@@ -15,7 +15,7 @@ from experiments.experience.rollout_metrics import RolloutMetrics
 from experiments.experience.scoring import score
 from experiments.refusal import NotFinite, Refusal, require_finite
 from experiments.sampling.options import SamplingOptions
-from experiments.sampling.policy import Generation, Shape
+from experiments.sampling.policy import Generation, Shape, apart_from_greedy
 from experiments.tasks import Rewards
 from experiments.tasks.options import RewardConfig
 from experiments.tasks.rewards import RewardNotFinite
@@ -135,7 +135,7 @@ class Rollouts(ExperienceSource):
         drawn = policy.generate(prompts, sampling, copies=copies, seed=seed, pad_to=(number, width))
         if not self._is_greedy:
             return drawn, []
-        return [each for place, each in enumerate(drawn, 1) if place % copies], drawn[copies - 1 :: copies]
+        return apart_from_greedy(drawn, copies)
 
     def _kl(
         self, policy: Policy, prompts: list[list[int]], drawn: list[Generation]

@@ -159,8 +159,7 @@ class Learner:
         drift = self._drift(documents, observed) if observed else None
         refusal = None
         if not outcome.applied:
-            parts = documents, rounds, self._update, self.gradients
-            refusal = explain_refusal(outcome.sound, self.state, *parts)
+            refusal = explain_refusal(outcome.sound, self.state, documents, rounds, self._update, self.gradients)
         metrics = self._metrics(outcome)
         if self._skips:
             metrics = of_all(metrics, documents, count, self.version)

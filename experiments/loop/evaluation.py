@@ -9,7 +9,7 @@ from experiments.experience.experience import Policy
 from experiments.experience.prompts import encode_prompt, held_out_examples
 from experiments.experience.scoring import Sample, score, to_samples
 from experiments.sampling.options import SamplingOptions
-from experiments.sampling.policy import Generation, Shape
+from experiments.sampling.policy import Generation, Shape, apart_from_greedy
 from experiments.tasks import Example, Rewards, RewardTerm, Task
 from experiments.tasks.rewards import CORRECT, Scored
 from jaxlogp import Document
@@ -158,7 +158,7 @@ class AnswerEvaluation:
         copies = self.shape.copies
         both = self._draw(policy, prompts, self.shape.options, copies=copies)
         repeated = [example for example in examples for _ in range(copies - 1)]
-        drawn, last = [each for place, each in enumerate(both, 1) if place % copies], both[copies - 1 :: copies]
+        drawn, last = apart_from_greedy(both, copies)
         sampled = Answers(drawn, *score(tokenizer, repeated, drawn, *judges).scored)
         greedy = Answers(last, *score(tokenizer, examples, last, *judges).scored)
         shown = repeated[:SHOWN_SAMPLES]

@@ -44,6 +44,11 @@ class Shape(NamedTuple):
     options: SamplingOptions
 
 
+def apart_from_greedy(drawn: list[Generation], copies: int) -> tuple[list[Generation], list[Generation]]:
+    """Returns the completions of prompts without the last of each one's `copies`, and these (`greedy_last`)."""
+    return [each for place, each in enumerate(drawn, 1) if place % copies], drawn[copies - 1 :: copies]
+
+
 class Samplers:
     """The samplers of a run, one for each kind of completion, for rows of at least the trainer's `row_length` tokens."""
 

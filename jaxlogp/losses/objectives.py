@@ -164,7 +164,7 @@ class StopGradientWeight(_Vanishing):
     min_weight: float = 0.0
 
     def __post_init__(self) -> None:
-        _require_above_0("max_weight", self.max_weight)
+        require_above_0("max_weight", self.max_weight)
         good = is_number(self.min_weight) and 0.0 <= self.min_weight <= self.max_weight
         require(good, "min_weight", f"a number in [0, max_weight = {self.max_weight}]", repr(self.min_weight))
         hold_python_numbers(self)
@@ -226,11 +226,11 @@ class DivergenceMask(_Vanishing):
 
     def __post_init__(self) -> None:
         require(self.divergence in DIVERGENCES, "divergence", f"one of {DIVERGENCES}", repr(self.divergence))
-        _require_above_0("max_weight", self.max_weight)
+        require_above_0("max_weight", self.max_weight)
         for name in ("epsilon", "epsilon_high"):
             value = getattr(self, name)
             if value is not None or name == "epsilon":
-                _require_above_0(name, value)
+                require_above_0(name, value)
                 # No two probabilities are further apart.
                 good = self.divergence != "tv" or value <= 1.0
                 require(good, name, "a number of at most 1 for divergence 'tv'", repr(value))
@@ -286,7 +286,7 @@ class SoftGate(_Unbounded):
 
     def __post_init__(self) -> None:
         for name in ("temperature_positive", "temperature_negative"):
-            _require_above_0(name, getattr(self, name))
+            require_above_0(name, getattr(self, name))
 
     def value(
         self,
@@ -330,7 +330,7 @@ class GammaWeight(_Unbounded):
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            _require_above_0(name, value)
+            require_above_0(name, value)
 
     def value(
         self,
@@ -404,5 +404,6 @@ def _weighted(weight: Float[AnyArray, "*shape"], log_prob: Float[AnyArray, "*sha
     return weight * jnp.where((weight == 0.0) & jnp.isneginf(log_prob), 0.0, log_prob)
 
 
-def _require_above_0(name: str, value: object) -> None:
+def require_above_0(name: str, value: object) -> None:
+    """Raises ValueError unless the argument is a finite number above 0."""
     require(is_number(value) and 0.0 < value < math.inf, name, "a finite number above 0", repr(value))

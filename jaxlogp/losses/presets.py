@@ -8,11 +8,10 @@ ratios of a token and of a document, A_t and A_d their advantages, and
     clipped(r, A) = min(r A, min(max(r, 1 - epsilon), 1 + epsilon_high) A), with `delta` at least delta A where A < 0.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
-from jaxlogp.errors import is_number, require
+from jaxlogp.errors import require
 from jaxlogp.losses.loss import PolicyLoss
 from jaxlogp.losses.objectives import (
     Clipped,
@@ -22,6 +21,7 @@ from jaxlogp.losses.objectives import (
     SoftGate,
     StopGradientWeight,
     Unclipped,
+    require_above_0,
 )
 from jaxlogp.losses.options import suggest_options
 
@@ -157,8 +157,7 @@ def gmpo(*, epsilon: float = 0.4, epsilon_high: float | None = None, **shared: A
     """
     bounds = epsilon, epsilon if epsilon_high is None else epsilon_high
     for name, bound in zip(("epsilon", "epsilon_high"), bounds, strict=True):
-        good = is_number(bound) and 0.0 < bound < math.inf
-        require(good, name, "a finite number above 0", repr(bound))
+        require_above_0(name, bound)
     parts = {"objective": Unclipped(), "reduction": "document_mean", "log_clip": bounds}
     return PolicyLoss("gmpo", ratio="sequence", **parts, **shared)
 
