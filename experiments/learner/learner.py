@@ -207,7 +207,7 @@ class Learner:
         return self._backend.replicas.first_mismatch(self.state._asdict())
 
     def reserve_host_memory(self) -> None:
-        """Takes what checkpoints need of the host's memory, so that the first of them holds up nothing."""
+        """Begins to take what checkpoints need of the host's memory, so that the first of them holds up nothing."""
         reference = self.state.params if self.keeps_reference and self.reference is None else ()
         reserve_pinned((self._arrays(), reference))
 

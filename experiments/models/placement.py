@@ -6,6 +6,7 @@ Each process has the same host arrays, and copies to its own devices what belong
 import math
 import os
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 MOST_PINNED = 32 << 30
 """Bytes of pinned memory that a process takes: XLA has at most 64 GiB of it."""
+_TAKES_PINNED = ThreadPoolExecutor(1, thread_name_prefix="pinned memory")
+_BEING_TAKEN: list[Future[None]] = []
 
 
 def placed(tree: Any, shardings: Any) -> Any:
@@ -114,13 +117,26 @@ def copies_to_pinned(tree: Any) -> bool:
 
 
 def reserve_pinned(tree: Any) -> None:
-    """Takes the pinned memory that a copy of these arrays needs, for all copies to come: seconds for gigabytes."""
+    """Begins to take the pinned memory that a copy of these arrays needs, for all copies to come: seconds for gigabytes.
+
+    Threads that ask the system for memory wait meanwhile, so this is not for a time when Python has work to do.
+    """
     if copies_to_pinned(tree):
         shards = [shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards if shard.replica_id == 0]
         places = [SingleDeviceSharding(shard.device, memory_kind="pinned_host") for shard in shards]
-        # Not the shards themselves: while JAX takes memory for a copy of its own arrays, no other thread runs Python.
+        # Not the shards themselves, which an update may have taken by then.
         zeros = [np.zeros(shard.data.shape, shard.data.dtype) for shard in shards]
-        jax.block_until_ready(jax.device_put(zeros, places))
+        _BEING_TAKEN.append(_TAKES_PINNED.submit(_take, zeros, places))
+
+
+def _take(zeros: list[np.ndarray], places: list[SingleDeviceSharding]) -> None:
+    jax.block_until_ready(jax.device_put(zeros, places))
+
+
+def wait_for_pinned() -> None:
+    """Returns once what `reserve_pinned` began has ended; raises what it raised."""
+    while _BEING_TAKEN:
+        _BEING_TAKEN.pop().result()
 
 
 def machine_bytes() -> int:

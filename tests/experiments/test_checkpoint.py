@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.models import placement
 from experiments.models.mesh import MeshSpec, make_mesh
-from experiments.models.placement import copies_to_pinned, reserve_pinned
+from experiments.models.placement import copies_to_pinned, reserve_pinned, wait_for_pinned
 from experiments.runs import checkpoint
 from experiments.runs.checkpoint import Checkpoints, complete_steps, restore, restore_template
 from experiments.runs.files import digest_of_json
@@ -125,14 +125,43 @@ def test_pinned_memory_is_for_a_gpu_and_at_most_a_quarter_of_the_machine(monkeyp
         assert copies_to_pinned(arrays) is pinned
 
 
-def test_pinned_memory_is_taken_for_every_shard_without_a_copy_of_it(monkeypatch, mesh):
-    """A copy of an array of JAX would hold up all threads of Python for as long as the memory is being taken."""
-    given, put, arrays = [], jax.device_put, make_state(mesh)
+def test_pinned_memory_is_taken_beside_the_run_for_every_shard(monkeypatch, mesh):
+    """Arrays may be gone before it is taken: what is put there is the host's."""
+    given, put, arrays, goes_on = [], jax.device_put, make_state(mesh), threading.Event()
+
+    def waits(values, places):
+        assert goes_on.wait(60)
+        given.extend(values)
+        return put(values, places)
+
     monkeypatch.setattr(placement, "copies_to_pinned", lambda tree: True)
-    monkeypatch.setattr(jax, "device_put", lambda values, places: given.extend(values) or put(values, places))
+    monkeypatch.setattr(jax, "device_put", waits)
     reserve_pinned(arrays)
+    size = placement.bytes_of_process(arrays)
+    jax.tree.map(lambda leaf: leaf.delete(), arrays)
+    assert not given
+    goes_on.set()
+    wait_for_pinned()
     assert all(type(each) is np.ndarray for each in given)
-    assert sum(each.nbytes for each in given) == placement.bytes_of_process(arrays) > 0
+    assert sum(each.nbytes for each in given) == size > 0
+
+
+def test_a_save_waits_for_pinned_memory_and_tells_what_it_ended_in(monkeypatch, mesh, tmp_path):
+    def refused(values, places):
+        raise RuntimeError("RESOURCE_EXHAUSTED: no pinned memory is left\nframes")
+
+    state = make_state(mesh)
+    with monkeypatch.context() as patched, Checkpoints(tmp_path) as checkpoints:
+        patched.setattr(placement, "copies_to_pinned", lambda tree: True)
+        patched.setattr(jax, "device_put", refused)
+        reserve_pinned(state)
+        checkpoints.save(1, state, record(1))
+        words = "checkpoint step 1 could not be written: Orbax: RESOURCE_EXHAUSTED: no pinned memory is left"
+        with pytest.raises(OSError, match=f"{words}: "):
+            checkpoints.wait_until_finished()
+        # The next one tries it by itself.
+        checkpoints.save(2, state, record(2))
+    assert complete_steps(tmp_path) == [2]
 
 
 @pytest.mark.parametrize("spec", [MeshSpec(2, 2), MeshSpec(1, 8), MeshSpec(4, 1), MeshSpec(1, 1)], ids=str)

@@ -166,17 +166,25 @@ def test_a_rollout_takes_its_cache_and_little_else(mesh):
     assert 0.9 * cache < setup.samplers.lower(setup.learner.state.params, setup.source.shape)() < 1.4 * cache
 
 
-def test_programs_are_lowered_in_order_and_compiled_beside_each_other():
-    lowered, here, all_three = [], threading.get_ident(), threading.Barrier(3, timeout=60)
+def test_programs_are_lowered_in_order_and_compiled_beside_each_other(monkeypatch):
+    events, here, both = [], threading.get_ident(), threading.Barrier(2, timeout=60)
 
     def lower(name):
         assert threading.get_ident() == here
-        lowered.append(name)
-        return lambda: (all_three.wait(), name)[1]
+        events.append(name)
+        return lambda: (both.wait(), name)[1]
 
     programs = [functools.partial(lower, "a"), functools.partial(lower, "b")]
-    assert memory._side_by_side(programs, all_three.wait) == ["a", "b"]
-    assert lowered == ["a", "b"]
+    # However long they may take: they are there before.
+    monkeypatch.setattr(memory, "READ_SECONDS", 60.0)
+    assert memory._side_by_side(programs, lambda: events.append("then")) == ["a", "b"]
+    assert events == ["a", "b", "then"]
+
+
+def test_what_waits_for_programs_to_be_read_does_not_wait_until_they_are_compiled(monkeypatch):
+    begun = threading.Event()
+    monkeypatch.setattr(memory, "READ_SECONDS", 0.01)
+    assert memory._side_by_side([lambda: lambda: begun.wait(60)], begun.set) == [True]
     with pytest.raises(ZeroDivisionError):
         memory._side_by_side([], lambda: 1 // 0)
 
