@@ -1,7 +1,7 @@
 """The start of a run of `experiments.grpo`: seconds from the command to its first optimizer step, by the lines it prints.
 
-As a program, `experiments.grpo` itself, with one line more: as soon as the first optimizer step is computed, which is logged
-only after a save. The line has the seconds of JAX's stages so far; reading a compiled program counts as compiling.
+As a program, `experiments.grpo` itself, with one line more once the first optimizer step is computed: the seconds of JAX's
+stages so far. Reading a compiled program counts as compiling.
 """
 
 import itertools

@@ -24,7 +24,7 @@ from experiments.learner.replicas import fingerprint, require_same_frozen
 from experiments.learner.scoring import kl_between, log_probs_of, require_finite_scores, scores_of
 from experiments.learner.selection import Selection
 from experiments.learner.update import TrainState, Update, UpdateOutcome
-from experiments.models.placement import bytes_a_device, reserve_pinned
+from experiments.models.placement import bytes_a_device
 from experiments.refusal import NotFinite, Refusal
 from jaxlogp import Document
 from jaxlogp.errors import require
@@ -205,11 +205,6 @@ class Learner:
     def mismatch(self) -> str | None:
         """Returns a phrase that names a part of the state of which devices hold different copies; None where all agree."""
         return self._backend.replicas.first_mismatch(self.state._asdict())
-
-    def reserve_host_memory(self) -> None:
-        """Begins to take what checkpoints need of the host's memory, so that the first of them holds up nothing."""
-        reference = self.state.params if self.keeps_reference and self.reference is None else ()
-        reserve_pinned((self._arrays(), reference))
 
     def saved(self) -> LearnerState:
         """Returns what a checkpoint holds: parameters, optimizer state, and the reference where there is one; as JSON the

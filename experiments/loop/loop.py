@@ -109,8 +109,7 @@ class Loop:
         self._monitor = StepMonitor(setup.config.guards, setup.sizes.completion)
         self.before: Scores | None = None
         self.progress, self._exhausted = Progress(), False
-        # A resume would still begin with it.
-        self._in_warm_start, self._stepped = False, False
+        self._stepped = False
         self._saved_step: int | None = None
         # Not the time of day, which jumps.
         self._saved_at = time.monotonic()
@@ -134,7 +133,9 @@ class Loop:
         phase, progress = self._phase, self.progress
         self._answer_signals()
         if phase.evaluates_ends and self.before is None:
-            self._evaluate_first()
+            with self._console.waiting("evaluation of step 0"):
+                self.before = self._evaluate()
+            self._say_scores(self.before)
             self._answer_signals()
         # Of a run that was interrupted between a step and its evaluation.
         scores = self._evaluate_if_due()
@@ -149,23 +150,8 @@ class Loop:
             self._console.say(f"the training data ended after {phase.at(progress.step)}")
         if phase.evaluates_ends:
             scores = self._evaluate_if_due() or scores or self._evaluate(log=False)
-            self._leave_warm_start()
         self._save()
         return Outcome(self.before, scores, progress.step, self._exhausted)
-
-    def _evaluate_first(self) -> None:
-        with self._console.waiting("evaluation of step 0"):
-            self.before = self._evaluate()
-        self._save()
-        self._in_warm_start = True
-        self._say_scores(self.before)
-
-    def _leave_warm_start(self) -> None:
-        """Waits for the checkpoint of step 0: once a step is logged, a resume can no longer begin this phase again."""
-        if self._in_warm_start:
-            self._in_warm_start = False
-            self._wait_until_saved()
-            self._writer.forget_warm_start()
 
     @property
     def _ended(self) -> bool:
@@ -194,7 +180,6 @@ class Loop:
     def _record(self, result: StepResult, taken: Taken, started: float) -> None:
         progress, tokenizer, drift = self.progress, self._setup.tokenizer, result.drift
         refusal = None if result.refusal is None else result.refusal.sentence(tokenizer)
-        self._leave_warm_start()
         progress.step += 1
         progress.refused = 0 if refusal is None else progress.refused + 1
         values, step, writer = self._values(result, taken, started), progress.step, self._writer

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -24,8 +24,6 @@ from experiments.models.placement import bytes_a_device, bytes_of_process, machi
 from experiments.processes import processes
 from experiments.runs.console import RunConsole
 
-READ_SECONDS = 3.0
-"""In which programs are read that a cache has, on a GPU; compiling takes far longer."""
 ACCURACY = 1.1
 """The need is within a tenth of the peak: a run is refused if it is further above what there is, or its state is above."""
 CURES = {
@@ -123,7 +121,7 @@ def memory_need(setup: Setup, *, warm_start_to_come: bool) -> MemoryNeed:
         others.append(("micro-batch", functools.partial(_lower_warm_start, setup)))
         others.append(("evaluation", functools.partial(drawing, setup.evaluation.check_shape)))
     lowerings = [setup.learner.lower, *(lower for _, lower in others)]
-    need, *found = _side_by_side(lowerings, setup.learner.reserve_host_memory)
+    need, *found = _side_by_side(lowerings)
     parts = {"micro-batch": need.micro_batch, "update": need.update}
     for (name, _), beside in zip(others, found, strict=True):
         parts[name] = largest(parts.get(name, 0), beside)
@@ -141,20 +139,17 @@ def _lower_warm_start(setup: Setup) -> Callable[[], int | None]:
     return lambda: compiled().bytes_beside
 
 
-def _side_by_side(lowerings: Sequence[Callable[[], Callable[[], Any]]], then: Callable[[], None]) -> list[Any]:
+def _side_by_side(lowerings: Sequence[Callable[[], Callable[[], Any]]]) -> list[Any]:
     """Returns what is compiled of each program: XLA uses few cores for one.
 
-    `then` is called beside compilations, but not before programs that a cache has are read. Programs are lowered one after
-    the other: JAX 0.11 numbers the kernels that it lowers, and a cache of compiled programs knows one with other numbers as
-    another program. Compilations of several processes may wait for each other's.
+    Programs are lowered one after the other: JAX 0.11 numbers the kernels that it lowers, and a cache of compiled programs
+    knows one with other numbers as another program. Compilations of several processes may wait for each other's.
 
     What a caller has set for its own thread alone, such as `jax.default_matmul_precision`, is unknown there: a program is
     then compiled again for its first call.
     """
     with ThreadPoolExecutor(None if processes().count == 1 else 1) as pool:
         compilations = [pool.submit(lower()) for lower in lowerings]
-        wait(compilations, timeout=READ_SECONDS)
-        then()
         return [compiled.result() for compiled in compilations]
 
 

@@ -13,6 +13,7 @@ from experiments.processes import processes
 from experiments.runs.config_file import load_config
 from experiments.runs.console import RunConsole
 from experiments.runs.ends import Interrupted
+from experiments.runs.files import kind_of
 from experiments.runs.folder import RunFolder, read_metrics
 from experiments.runs.identity import Identity, RunParts, identity_of
 from experiments.runs.run_writer import RunWriter
@@ -71,12 +72,11 @@ class _Session:
         training.restore(step)
         self.resumption.check(self.setup, training.progress)
         self._discard_newer(f"at step {training.progress.step}", training.progress.step)
-        self.writer.forget_warm_start()
         return training.run()
 
     def begin(self, step: int | None) -> Outcome:
         """Runs from the warm start on; of a run that was stopped in it, from its newest checkpoint."""
-        _require_unbegun(self.folder)
+        _require_never_saved(self.folder)
         require(step is None, "--resume", f"{self.folder.path}, which has no step of its training yet", f"@{step}")
         if self.resumption is not None:
             self.resumption.check(self.setup, Progress())
@@ -127,6 +127,8 @@ def identity_of_run(folder: RunFolder, config: Config) -> Identity:
     return identity_of(options, mesh, load_config(folder.parts, RunParts))
 
 
-def _require_unbegun(folder: RunFolder) -> None:
+def _require_never_saved(folder: RunFolder) -> None:
+    """Refuses a run that has lost its checkpoints: to begin again would cut off all of its log."""
     made = sum(record["kind"] == "train" for record in read_metrics(folder.metrics).records)
-    require(made == 0, "checkpoints", f"at least one complete step in {folder.checkpoints}", f"none after {made} steps")
+    was_never = made == 0 or kind_of(folder.never_saved) == "file"
+    require(was_never, "checkpoints", f"at least one complete step in {folder.checkpoints}", f"none after {made} steps")

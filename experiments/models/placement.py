@@ -6,18 +6,15 @@ Each process has the same host arrays, and copies to its own devices what belong
 import math
 import os
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 MOST_PINNED = 32 << 30
 """Bytes of pinned memory that a process takes: XLA has at most 64 GiB of it."""
-_TAKES_PINNED = ThreadPoolExecutor(1, thread_name_prefix="pinned memory")
-_BEING_TAKEN: list[Future[None]] = []
 
 
 def placed(tree: Any, shardings: Any) -> Any:
@@ -114,29 +111,6 @@ def copies_to_pinned(tree: Any) -> bool:
     The process keeps what it once took of it, so they are at most a quarter of the machine's memory.
     """
     return jax.default_backend() == "gpu" and bytes_of_process(tree) <= min(MOST_PINNED, machine_bytes() // 4)
-
-
-def reserve_pinned(tree: Any) -> None:
-    """Begins to take the pinned memory that a copy of these arrays needs, for all copies to come: seconds for gigabytes.
-
-    Threads that ask the system for memory wait meanwhile, so this is not for a time when Python has work to do.
-    """
-    if copies_to_pinned(tree):
-        shards = [shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards if shard.replica_id == 0]
-        places = [SingleDeviceSharding(shard.device, memory_kind="pinned_host") for shard in shards]
-        # Not the shards themselves, which an update may have taken by then.
-        zeros = [np.zeros(shard.data.shape, shard.data.dtype) for shard in shards]
-        _BEING_TAKEN.append(_TAKES_PINNED.submit(_take, zeros, places))
-
-
-def _take(zeros: list[np.ndarray], places: list[SingleDeviceSharding]) -> None:
-    jax.block_until_ready(jax.device_put(zeros, places))
-
-
-def wait_for_pinned() -> None:
-    """Returns once what `reserve_pinned` began has ended; raises what it raised."""
-    while _BEING_TAKEN:
-        _BEING_TAKEN.pop().result()
 
 
 def machine_bytes() -> int:

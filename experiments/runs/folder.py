@@ -59,6 +59,7 @@ class RunFolder:
     tensorboard = property(lambda self: self.path / "tb")
     model = property(lambda self: self.path / "model")
     lock = property(lambda self: self.path / "lock")
+    never_saved = property(lambda self: self.path / "never_saved")
 
     @classmethod
     def create(
@@ -96,8 +97,8 @@ class RunFolder:
     def _make_entries(self, parts: RunParts) -> None:
         self.checkpoints.mkdir()
         self.tensorboard.mkdir()
-        for log in (self.metrics, self.samples):
-            create_file(log).close()
+        for empty in (self.metrics, self.samples, self.never_saved):
+            create_file(empty).close()
         write_json(self.env, {**describe_environment(), "resumes": []})
         save_config(self.parts, parts)
 
@@ -174,6 +175,7 @@ class MetricsWriter:
 
     def __init__(self, folder: RunFolder, marks: LogMarks | None = None) -> None:
         self._folder, self._resumed = folder, marks is not None
+        self._has_earlier_boards = self._resumed
         self._boards: dict[str, EventFile] = {}
         marks = marks or LogMarks()
         self._metrics = LogFile(folder.metrics, marks.metrics)
@@ -195,6 +197,7 @@ class MetricsWriter:
         """Cuts off the lines after the marks, before others are added; returns a sentence for each log that had any."""
         after = "after the checkpoint" if self._resumed else "before there was a checkpoint"
         numbers = {log.path.name: log.cut() for log in (self._metrics, self._samples)}
+        self._has_earlier_boards = self._resumed or any(numbers.values())
         return [f"{name}: {number} lines written {after} dropped" for name, number in numbers.items() if number]
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
@@ -227,7 +230,7 @@ class MetricsWriter:
 
     def _board(self, kind: str) -> EventFile:
         if kind not in self._boards:
-            purge = self._last_steps.get(kind, -1) + 1 if self._resumed else None
+            purge = self._last_steps.get(kind, -1) + 1 if self._has_earlier_boards else None
             self._boards[kind] = EventFile(self._folder.tensorboard / kind, purge)
         return self._boards[kind]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from experiments.processes import processes
-from experiments.runs.checkpoint import Checkpoints, Restored, restore, step_folders
+from experiments.runs.checkpoint import Checkpoints, Restored, complete_steps, restore, step_folders
 from experiments.runs.files import kind_of
 from experiments.runs.folder import MetricsWriter, RunFolder
 from experiments.runs.identity import Identity, compared
@@ -61,11 +61,6 @@ class RunWriter:
         self._checkpoints, self._left = Checkpoints(checkpoints, self._keep), self._checkpoints
         self._restored = None
 
-    def forget_warm_start(self) -> None:
-        """Removes the checkpoints of the warm start, once one of the training is durable."""
-        if processes().first and kind_of(self._folder.warm_start) == "folder":
-            shutil.rmtree(self._folder.warm_start)
-
     def begin(self) -> None:
         self._open_logs()
 
@@ -79,7 +74,7 @@ class RunWriter:
 
     def save(self, step: int, arrays: Any, **of_loop: Any) -> None:
         """As `Checkpoints.save`, once the lines of the logs are durable; `of_loop` are the loop's parts of the record."""
-        self._close_left()
+        self.wait_until_finished()
         marks = LogMarks() if self._logs is None else self._logs.marks()
         self._checkpoints.save(step, arrays, CheckpointRecord(self._identity, marks, **of_loop))
 
@@ -91,6 +86,10 @@ class RunWriter:
     def wait_until_finished(self) -> None:
         self._close_left()
         self._checkpoints.wait_until_finished()
+        if processes().first and complete_steps(self._folder.checkpoints):
+            self._folder.never_saved.unlink(missing_ok=True)
+            if kind_of(self._folder.warm_start) == "folder":
+                shutil.rmtree(self._folder.warm_start)
 
     def restore(self, template: Any, step: int | None = None) -> Restored:
         """As `restore` of checkpoints, and opens the logs; ValueError also if the run, or a log, is not what it was."""

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from experiments.models.placement import copies_to_pinned, wait_for_pinned
+from experiments.models.placement import copies_to_pinned
 from experiments.runs.config_file import from_json, read_sealed
 from experiments.runs.files import (
     create_file,
@@ -91,7 +91,6 @@ def write_arrays(folder: Path, arrays: Mapping[str, jax.Array], copied: Callable
     every = set(range(jax.process_count()))
     try:
         pinned = copies_to_pinned(arrays)
-        wait_for_pinned()
         with _orbax(every, f"save{next(_SAVES)}", _largest(arrays.values()), pinned=pinned) as (handler, options):
             at_once = ocp.options.AsyncOptions(WRITE_TIMEOUT_SECONDS, create_directories_asynchronously=False)
             with ocp.AsyncCheckpointer(handler, async_options=at_once, multiprocessing_options=options) as checkpointer:

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.models import placement
 from experiments.models.mesh import MeshSpec, make_mesh
-from experiments.models.placement import copies_to_pinned, reserve_pinned, wait_for_pinned
+from experiments.models.placement import copies_to_pinned
 from experiments.runs import checkpoint
 from experiments.runs.checkpoint import Checkpoints, complete_steps, restore, restore_template
 from experiments.runs.files import digest_of_json
@@ -101,7 +101,6 @@ def test_gives_back_what_was_saved(two_steps, mesh):
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
 def test_what_went_through_pinned_memory_is_given_back_though_its_arrays_are_gone(tmp_path):
     mesh = make_mesh(MeshSpec(1, 1))
-    reserve_pinned(make_state(mesh))
     with Checkpoints(tmp_path) as checkpoints:
         for step in (1, 2):
             state = make_state(mesh, step)
@@ -117,51 +116,11 @@ def test_what_went_through_pinned_memory_is_given_back_though_its_arrays_are_gon
 def test_pinned_memory_is_for_a_gpu_and_at_most_a_quarter_of_the_machine(monkeypatch):
     arrays = [jnp.zeros(256, jnp.float32)] * 4
     assert not copies_to_pinned(arrays)
-    reserve_pinned(arrays)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert copies_to_pinned(arrays)
     for machine, pinned in ((4 * 4096, True), (4 * 4096 - 1, False), (0, False)):
         monkeypatch.setattr(placement, "machine_bytes", lambda machine=machine: machine)
         assert copies_to_pinned(arrays) is pinned
-
-
-def test_pinned_memory_is_taken_beside_the_run_for_every_shard(monkeypatch, mesh):
-    """Arrays may be gone before it is taken: what is put there is the host's."""
-    given, put, arrays, goes_on = [], jax.device_put, make_state(mesh), threading.Event()
-
-    def waits(values, places):
-        assert goes_on.wait(60)
-        given.extend(values)
-        return put(values, places)
-
-    monkeypatch.setattr(placement, "copies_to_pinned", lambda tree: True)
-    monkeypatch.setattr(jax, "device_put", waits)
-    reserve_pinned(arrays)
-    size = placement.bytes_of_process(arrays)
-    jax.tree.map(lambda leaf: leaf.delete(), arrays)
-    assert not given
-    goes_on.set()
-    wait_for_pinned()
-    assert all(type(each) is np.ndarray for each in given)
-    assert sum(each.nbytes for each in given) == size > 0
-
-
-def test_a_save_waits_for_pinned_memory_and_tells_what_it_ended_in(monkeypatch, mesh, tmp_path):
-    def refused(values, places):
-        raise RuntimeError("RESOURCE_EXHAUSTED: no pinned memory is left\nframes")
-
-    state = make_state(mesh)
-    with monkeypatch.context() as patched, Checkpoints(tmp_path) as checkpoints:
-        patched.setattr(placement, "copies_to_pinned", lambda tree: True)
-        patched.setattr(jax, "device_put", refused)
-        reserve_pinned(state)
-        checkpoints.save(1, state, record(1))
-        words = "checkpoint step 1 could not be written: Orbax: RESOURCE_EXHAUSTED: no pinned memory is left"
-        with pytest.raises(OSError, match=f"{words}: "):
-            checkpoints.wait_until_finished()
-        # The next one tries it by itself.
-        checkpoints.save(2, state, record(2))
-    assert complete_steps(tmp_path) == [2]
 
 
 @pytest.mark.parametrize("spec", [MeshSpec(2, 2), MeshSpec(1, 8), MeshSpec(4, 1), MeshSpec(1, 1)], ids=str)

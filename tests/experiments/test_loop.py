@@ -82,6 +82,9 @@ class Learner:
     def release(self):
         return self.state
 
+    def keep_reference(self):
+        """There is none."""
+
     def begin(self, state):
         """After the three steps of the warm start, and after nothing else, this is 0."""
         self.state = state - 7
@@ -226,35 +229,31 @@ def test_an_update_waits_until_what_is_saved_is_copied(tmp_path, monkeypatch):
     assert len(copied) > 3
 
 
-def test_the_first_step_is_made_while_its_beginning_is_saved_and_logged_once_that_is_durable(tmp_path, monkeypatch):
-    """Killed in between, the run is resumed from the warm start, and makes the step again."""
-    stepped, seal, step = threading.Event(), checkpoint.seal_files, Learner.step
-    _, folder, run = start(tmp_path, steps=2)
-
-    def seal_after_step(fresh, names):
-        if fresh.parent != folder.checkpoints or not fresh.name.startswith("0."):
-            return seal(fresh, names)
-        assert stepped.wait(20), "the step does not wait for the save"
-        time.sleep(0.1)
-        assert not [each for each in read_metrics(folder.metrics).records if each["kind"] == "train"]
-        assert folder.warm_start.is_dir()
-        return seal(fresh, names)
-
-    def count_step(learner, documents, **options):
-        done = step(learner, documents, **options)
-        if (folder.warm_start / "3").is_dir():
-            stepped.set()
-        return done
-
-    monkeypatch.setattr(checkpoint, "seal_files", seal_after_step)
-    monkeypatch.setattr(Learner, "step", count_step)
-    run()
-    assert stepped.is_set() and not folder.warm_start.exists() and complete_steps(folder.checkpoints)[0] == 0
+@pytest.mark.parametrize("warms_up", [True, False])
+def test_a_run_killed_before_its_first_checkpoint_takes_its_steps_again(tmp_path, capsys, monkeypatch, whole, warms_up):
+    """From the end of its warm start, if it has one: no step waits for a checkpoint of what the run begins with."""
+    monkeypatch.setattr(Run, "warms_up", warms_up)
+    _, folder, run = start(tmp_path, {"step 4": lambda: twice(signal.SIGINT)})
+    with pytest.raises(
+        Interrupted, match="; step 3 of the warm start is saved; " if warms_up else "; nothing is saved; "
+    ):
+        run()
+    logged = records(folder)
+    assert [each["step"] for each in logged if each["kind"] == "train"] == [1, 2, 3]
+    assert not complete_steps(folder.checkpoints) and folder.never_saved.is_file()
+    resumed, folder, run = start(tmp_path)
+    assert run()[0] == ExactMatch(0.0, 0.0)
+    of_training = [each for each in whole[1] if "warm" not in each["kind"]]
+    assert (float(resumed.learner.state), records(folder)) == (whole[0], whole[1] if warms_up else of_training)
+    dropped = sum("warm" not in each["kind"] for each in logged)
+    when = "after the checkpoint" if warms_up else "before there was a checkpoint"
+    assert f"metrics.jsonl: {dropped} lines written {when} dropped" in capsys.readouterr().out
+    assert not folder.never_saved.exists() and not folder.warm_start.exists()
 
 
 MOMENTS = {
     "warm start step 1": "1 of the warm start", "warm start evaluation 2": "2 of the warm start",
-    "warm start save 3": "3 of the warm start", "evaluation 0": 0, "save 0": 0, "step 1": 1, "step 2": 2,
+    "warm start save 3": "3 of the warm start", "evaluation 0": 0, "step 1": 1, "step 2": 2,
     "evaluation 2": 2, "step 6": 6, "evaluation 6": 6, "save 6": 6,
 }  # fmt: skip
 
@@ -307,7 +306,7 @@ def test_the_second_interrupt_ends_at_once_and_a_second_sigterm_changes_nothing(
     with pytest.raises(Interrupted) as raised:
         run()
     assert raised.value.exit_code == 130 and trainer.step == 2
-    assert str(raised.value).startswith("SIGINT twice: stopped at once; step 0 is saved; ")
+    assert str(raised.value).startswith("SIGINT twice: stopped at once; step 3 of the warm start is saved; ")
     assert capfd.readouterr().err == "SIGTERM: the step in progress ends first; Ctrl-C ends it at once\n"
     with pytest.raises(Interrupted, match="step 3 is saved"):
         start(tmp_path, {"step 3": lambda: twice(signal.SIGTERM)})[2]()
@@ -333,7 +332,7 @@ def test_signals_are_left_alone_where_they_are_ignored_and_outside_of_the_main_t
     assert seen == [old]
 
 
-@pytest.mark.parametrize("minutes, seconds, wanted", [(1, 25.0, [0, 3, 6]), (0, 25.0, [0, 6]), (0.1, 7.0, [*range(7)])])
+@pytest.mark.parametrize("minutes, seconds, wanted", [(1, 25.0, [3, 6]), (0, 25.0, [6]), (0.1, 7.0, [*range(1, 7)])])
 def test_checkpoints_by_time(tmp_path, monkeypatch, minutes, seconds, wanted):
     """By a clock that does not jump: the time of day is not there to be read."""
     now = SimpleNamespace(value=1000.0)
@@ -444,10 +443,13 @@ def test_refused_steps_in_a_row_end_the_run_with_the_good_state(tmp_path, capsys
 @pytest.mark.parametrize(
     ("damage", "words", "saved"),
     [
-        ("unsound 3", "step 3: not saved: parameters not finite in w; step 0 is saved; ", [0]),
-        ("copies 3", "step 3: not saved, copies differ: parameters not finite in w; step 0 is saved; ", [0]),
-        ("copies 2", "step 2: copies differ: parameters not finite in w; step 0 is saved; ", [0]),
-        ("unsound 0", "step 0: not saved: parameters not finite in w; step 3 of the warm start is saved; ", []),
+        ("unsound 6", "step 6: not saved: parameters not finite in w; step 3 is saved; ", [3]),
+        ("copies 6", "step 6: copies differ: parameters not finite in w; step 3 is saved; ", [3]),
+        (
+            "copies 3",
+            "step 3: not saved, copies differ: parameters not finite in w; step 3 of the warm start is saved; ",
+            [],
+        ),
     ],
 )
 def test_a_damaged_state_is_never_saved(tmp_path, damage, words, saved):

@@ -19,7 +19,6 @@ from experiments import resume, train
 from experiments.command_line import exit_code
 from experiments.config import Config, ScheduleConfig
 from experiments.invariant.leaf_sums import LeafSums, TreeFold
-from experiments.learner import learner
 from experiments.learner.optimizers import Optimizer, adamw
 from experiments.learner.update import Update
 from experiments.loop import memory
@@ -30,7 +29,7 @@ from experiments.loop.memory import MemoryNeed, memory_need, peak_bytes, say_mem
 from experiments.loop.supervised import find_task
 from experiments.models.compiled_program import compile_program
 from experiments.models.mesh import make_mesh, parse_mesh
-from experiments.models.placement import bytes_a_device, bytes_of_process
+from experiments.models.placement import bytes_a_device
 from experiments.models.sharding import on_one_device, parameter_shardings, place_parameters
 from experiments.options import flat_fields
 from experiments.runs.console import RunConsole
@@ -166,7 +165,7 @@ def test_a_rollout_takes_its_cache_and_little_else(mesh):
     assert 0.9 * cache < setup.samplers.lower(setup.learner.state.params, setup.source.shape)() < 1.4 * cache
 
 
-def test_programs_are_lowered_in_order_and_compiled_beside_each_other(monkeypatch):
+def test_programs_are_lowered_in_order_and_compiled_beside_each_other():
     events, here, both = [], threading.get_ident(), threading.Barrier(2, timeout=60)
 
     def lower(name):
@@ -175,18 +174,7 @@ def test_programs_are_lowered_in_order_and_compiled_beside_each_other(monkeypatc
         return lambda: (both.wait(), name)[1]
 
     programs = [functools.partial(lower, "a"), functools.partial(lower, "b")]
-    # However long they may take: they are there before.
-    monkeypatch.setattr(memory, "READ_SECONDS", 60.0)
-    assert memory._side_by_side(programs, lambda: events.append("then")) == ["a", "b"]
-    assert events == ["a", "b", "then"]
-
-
-def test_what_waits_for_programs_to_be_read_does_not_wait_until_they_are_compiled(monkeypatch):
-    begun = threading.Event()
-    monkeypatch.setattr(memory, "READ_SECONDS", 0.01)
-    assert memory._side_by_side([lambda: lambda: begun.wait(60)], begun.set) == [True]
-    with pytest.raises(ZeroDivisionError):
-        memory._side_by_side([], lambda: 1 // 0)
+    assert memory._side_by_side(programs) == ["a", "b"] == events
 
 
 def test_parameters_on_a_mesh_of_the_rollouts_own_count():
@@ -198,7 +186,7 @@ def test_parameters_on_a_mesh_of_the_rollouts_own_count():
     assert bytes_a_device(apart.learner.state.params) < copies
 
 
-def test_a_warm_start_has_an_optimizer_and_micro_batches_of_its_own(monkeypatch):
+def test_a_warm_start_has_an_optimizer_and_micro_batches_of_its_own():
     """Its AdamW holds two numbers a parameter where the run's own optimizer holds one."""
     options = {
         "optimizer": {"name": "muon"},
@@ -209,14 +197,7 @@ def test_a_warm_start_has_an_optimizer_and_micro_batches_of_its_own(monkeypatch)
     params = bytes_a_device(setup.learner.state.params)
     first = memory_need(setup, warm_start_to_come=True)
     assert 3 * params <= first.state < 3 * params + 100
-    reserved = []
-    monkeypatch.setattr(learner, "reserve_pinned", reserved.append)
     after = memory_need(setup, warm_start_to_come=False)
-    assert bytes_of_process(reserved) == after.host
-    setup.learner.keeps_reference = True
-    setup.learner.reserve_host_memory()
-    assert bytes_of_process(reserved[1:]) == bytes_of_process(setup.learner.template()) == after.host + params
-    setup.learner.keeps_reference = False
     assert after.state == params + bytes_a_device(setup.learner.state.opt_state)
     # A batch of the warm start takes several micro-batches here: their sum is beside the gradients of one. With it are the
     # sums of metrics: fewer than 200 numbers of 4 bytes.

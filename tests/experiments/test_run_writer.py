@@ -80,7 +80,6 @@ def went_on(path, **options):
         restored = writer.restore(state(0))
         np.testing.assert_array_equal(restored.arrays["w"], state(restored.step)["w"])
         said = writer.discard_newer()
-        writer.forget_warm_start()
         work(writer, [restored.step + 1])
     return restored.step, (*restored.warnings, *said)
 
@@ -91,6 +90,18 @@ def test_goes_on_where_it_was_also_in_another_place(run, tmp_path):
     assert went_on(moved) == (3, ())
     assert [record["step"] for record in read_metrics(moved / "metrics.jsonl").records] == [1, 2, 3, 4]
     assert complete_steps(moved / "checkpoints") == [3, 4]
+
+
+def test_a_run_never_saved_has_a_mark_until_a_checkpoint_is_durable(tmp_path):
+    folder = RunFolder.create(tmp_path, "run", parts=RunParts())
+    save_config(folder.config, tiny(tmp_path, "run"))
+    with opened(folder.path) as writer:
+        writer.begin()
+        writer.wait_until_finished()
+        assert folder.never_saved.is_file()
+        work(writer, [1])
+        writer.wait_until_finished()
+        assert not folder.never_saved.exists()
 
 
 def test_nothing_names_the_folder_but_the_option_out(made):
