@@ -17,6 +17,7 @@ from experiments.learner.computed import of_all
 from experiments.learner.diagnosis import check_documents, explain_refusal
 from experiments.learner.drift import StepDrift, measure_drift
 from experiments.learner.entropy_control import EntropyControl
+from experiments.learner.moving_reference import MovingReference
 from experiments.learner.objectives import Objective
 from experiments.learner.optimizers import Optimizer
 from experiments.learner.packing import GlobalMicroBatch, Packing
@@ -66,8 +67,8 @@ class Learner:
     counted and not computed, where they change nothing else. `selection` chooses labels that learn, or whose drift is
     penalized; None takes all alike. Its keys follow from `seed` and `version`. `entropy_control` rules the coefficient of
     the entropy bonus, which the objective takes as `entropy_scale`; None for a constant bonus. `keeps_reference` keeps a
-    copy of the parameters of the last `begin` for `kl_to_reference`, even if the objective has no KL. `labels` are
-    `reduction` and `dtype` of drift reports.
+    copy of the parameters of the last `begin` for `kl_to_reference`, even if the objective has no KL; `moving_reference`
+    lets it follow the policy. `labels` are `reduction` and `dtype` of drift reports.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Learner:
         entropy_control: EntropyControl | None = None,
         seed: int = 0,
         keeps_reference: bool = False,
+        moving_reference: MovingReference | None = None,
         labels: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._backend, self._objective, self._temperature = backend, objective, temperature
@@ -99,6 +101,7 @@ class Learner:
         self._update = Update(optimizer, backend.place, self.gradients.compiler_options)
         self.state = self._update.init(params)
         self.reference: nnx.State | None = None
+        self._moving_reference, self._reference_age = moving_reference, 0
         self.version = 0
         self._entropy_control = entropy_control
         self.entropy_coefficient = None if entropy_control is None else entropy_control.first
@@ -123,6 +126,7 @@ class Learner:
         """Takes the present parameters as the reference, where one is kept."""
         # A copy: the next step takes over the memory of the parameters.
         self.reference = jax.tree.map(jnp.copy, self.state.params) if self.keeps_reference else None
+        self._reference_age = 0
 
     def release(self) -> nnx.State:
         """Gives the parameters away, without optimizer state, to a phase with an optimizer of its own, until `begin`."""
@@ -174,6 +178,11 @@ class Learner:
             # A refused step leaves the state as it is, and the entropy of one may not be finite.
             if outcome.applied:
                 self.entropy_coefficient = self._entropy_control.after(self.entropy_coefficient, metrics)
+        if self._moving_reference is not None and self.reference is not None:
+            metrics["reference_age"] = self._reference_age
+            if outcome.applied:
+                moved = self._moving_reference.after(self._reference_age + 1, self.reference, self.state.params)
+                self._reference_age, self.reference = moved
         return StepResult(metrics, refusal, drift)
 
     def log_probs(self, documents: Sequence[Document]) -> list[Float[np.ndarray, " labels"]]:
@@ -208,10 +217,12 @@ class Learner:
 
     def saved(self) -> LearnerState:
         """Returns what a checkpoint holds: parameters, optimizer state, and the reference where there is one; as JSON the
-        version, a fingerprint of what is not trained, and a controlled entropy coefficient."""
+        version, a fingerprint of what is not trained, a controlled entropy coefficient, and a moving reference's age."""
         counters = {"version": self.version, "frozen": fingerprint(self._backend.frozen)}
         if self.entropy_coefficient is not None:
             counters["entropy_coefficient"] = self.entropy_coefficient
+        if self._moving_reference is not None:
+            counters["reference_age"] = self._reference_age
         return LearnerState(self._arrays(), counters)
 
     def template(self) -> dict[str, Any]:
@@ -231,6 +242,8 @@ class Learner:
         self.version = counters["version"]
         if self._entropy_control is not None:
             self.entropy_coefficient = counters["entropy_coefficient"]
+        if self._moving_reference is not None:
+            self._reference_age = counters["reference_age"]
 
     def _arrays(self) -> dict[str, Any]:
         leaves = jax.tree.leaves(self.state.opt_state)

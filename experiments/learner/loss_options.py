@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from experiments.learner.entropy_control import EntropyControl
+from experiments.learner.moving_reference import MovingReference
 from experiments.learner.selection import SELECTIONS, Selection, TopEntropy
 from experiments.options import OneOf, option_errors, option_name
 from jaxlogp import losses
@@ -62,11 +63,15 @@ class LossConfig:
     reduction: str | None = None
     """Weight of each label and divisor of the sum: labels, documents, document_mean or constant_length."""
     kl_coefficient: float | None = None
-    """Weight of the KL to a frozen reference, the policy after the warm start."""
+    """Weight of the KL to a reference, the policy after the warm start."""
     kl_estimator: str | None = None
     """Estimator of the KL: k1, k2 or k3."""
     kl_unbiased: bool | None = None
     """Weigh the KL by the ratio to the policy that sampled, which makes its gradient that of the KL (DeepSeek-V3.2)."""
+    reference_every: int | None = None
+    """Updates after which the reference moves to the policy, over and over. None: it stays."""
+    reference_share: float | None = None
+    """Share of the policy in the reference that moves; the rest is the reference before. None: 1, a copy of the policy."""
     entropy_coefficient: float | None = None
     """Weight of an entropy bonus, with --loss.entropy-target that of the first step."""
     entropy_target: float | None = None
@@ -222,6 +227,15 @@ class LossConfig:
         require(self.metrics == "with_entropy", "--loss.metrics", expected, self.metrics)
         with option_errors("loss"):
             return EntropyControl(self.entropy_target, **{names[name]: value for name, value in given.items()})
+
+    def moving_reference(self) -> MovingReference | None:
+        """Returns the rule by which the reference moves; None if it stays. ValueError if an option is out of range."""
+        if self.reference_every is None:
+            expected = "None without --loss.reference-every"
+            require(self.reference_share is None, "--loss.reference-share", expected, self.reference_share)
+            return None
+        with option_errors("loss"):
+            return MovingReference(self.reference_every, 1.0 if self.reference_share is None else self.reference_share)
 
     def _selection_options(self) -> tuple[str, ...]:
         kind = self.algorithm().selection

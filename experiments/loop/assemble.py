@@ -134,6 +134,7 @@ def _learner(base: Inference) -> Learner:
             entropy_control=config.loss.entropy_control(),
             seed=config.seed + SELECTION,
             keeps_reference=config.evaluation.kl or config.reward.kl_coefficient > 0.0,
+            moving_reference=config.loss.moving_reference(),
             labels={"reduction": f"mesh {config.mesh}", "dtype": dtype},
         )
     except EngineUnavailable as error:

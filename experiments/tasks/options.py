@@ -75,7 +75,7 @@ class RewardConfig:
     buffer: int | None = None
     """Number of tokens over which the function overlong falls."""
     kl_coefficient: Annotated[float, AtLeast(0.0)] = 0.0
-    """Subtract this times the KL of a completion, in nats, to a frozen reference, the policy after the warm start.
+    """Subtract this times the KL of a completion, in nats, to a reference, the policy after the warm start.
     The sum over its tokens; the metrics reward and reward/NAME are without it."""
     kl_estimator: Annotated[str, OneOf(*KL_ESTIMATORS)] = "k1"
     """Estimator of this KL: k1, k2 or k3."""

@@ -64,6 +64,7 @@ def place(tmp_path_factory):
 
 
 NO_ROOM, NONE = "--rollout.max-new-tokens: expected at least", "expected None for loss"
+MOVING = "--loss.kl-coefficient 0.1 --loss.reference-every"
 ON_SUPPORT, TARGET = "--loss.on-support True --rollout.top-p 0.5", "--loss.entropy-target 0.2"
 GRPO = [
     # The command line itself.
@@ -194,6 +195,15 @@ GRPO = [
     ),
     ("--loss.entropy-step 0.1", "--loss.entropy-step: expected None without --loss.entropy-target, got 0.1"),
     ("--loss.entropy-maximum 0.1", "--loss.entropy-maximum: expected None without --loss.entropy-target, got 0.1"),
+    ("--loss.reference-share 0.5", "--loss.reference-share: expected None without --loss.reference-every, got 0.5"),
+    (f"{MOVING} 0", "--loss.reference-every: expected a number of updates >= 1, got 0"),
+    (f"{MOVING} 1 --loss.reference-share 0", "--loss.reference-share: expected a number in (0, 1], got 0.0"),
+    (f"{MOVING} 1 --loss.reference-share 1.5", "--loss.reference-share: expected a number in (0, 1], got 1.5"),
+    (f"{MOVING} 1 --loss.reference-share nan", "--loss.reference-share: expected a number in (0, 1], got nan"),
+    (
+        "--loss.reference-every 4",
+        "--loss.reference-every: expected None without --loss.kl-coefficient or --reward.kl-coefficient, got 4",
+    ),
     ("--loss.entropy-target -0.1", "--loss.entropy-target: expected a finite number of at least 0, got -0.1"),
     ("--loss.entropy-target inf", "--loss.entropy-target: expected a finite number of at least 0, got inf"),
     (f"{TARGET} --loss.entropy-step 0", "--loss.entropy-step: expected a finite number > 0, got 0.0"),
