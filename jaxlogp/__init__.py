@@ -1,9 +1,10 @@
 """Log-probs, entropies and policy losses for reinforcement-learning post-training on JAX.
 
-Eight functions do most of the work:
+Nine functions do most of the work:
 
 * `linear_log_probs`: log-probs and entropies of tokens straight from hidden states and the head's weight.
 * `linear_policy_loss`: a policy loss of these, whose gradient is computed in the same pass.
+* `linear_kl`: the KL or Jensen-Shannon divergence of two heads over the whole vocabulary.
 * `log_probs_from_logits`: the same values where logits exist already.
 * `policy_loss`: a loss of `jaxlogp.losses` from log-probs, as a sum and the count that divides it.
 * `group_advantages`: advantages of completions of one prompt.
@@ -31,6 +32,7 @@ from jaxlogp._reduce import (
 from jaxlogp._stats import TokenLogProbs
 from jaxlogp._vocab import VocabShards
 from jaxlogp.head.api import head_logits, linear_log_probs, sharded_linear_log_probs
+from jaxlogp.head.divergence import linear_kl
 from jaxlogp.head.policy_loss import linear_policy_loss, sharded_linear_policy_loss
 from jaxlogp.head.support.ids import Support
 from jaxlogp.invariance.check import InvarianceReport, check_invariance
@@ -90,6 +92,7 @@ __all__ = [
     "label_covariances",
     "leave_one_out_advantages",
     "length_weighted_advantages",
+    "linear_kl",
     "linear_log_probs",
     "linear_policy_loss",
     "log_probs_from_logits",

@@ -143,7 +143,12 @@ def head_gradients(
     logits = head_logits(clean, weight, bias, head)
     upstream = logits_gradient(logits, targets, log_prob_cotangent, entropy_cotangent, mask)
     g_lse = np.where(full_mask(targets, mask), lse_cotangent, 0.0)
-    upstream = (upstream + g_lse[..., None] * softmax(logits)) / head.temperature
+    return product_gradients(upstream + g_lse[..., None] * softmax(logits), clean, weight, bias, head)
+
+
+def product_gradients(upstream, clean, weight, bias=None, head: Head = PLAIN) -> HeadGradients:
+    """Gradients of the operands from that of the logits; masked rows of hidden are 0."""
+    upstream = upstream / head.temperature
     if head.softcap is not None:
         raw = raw_logits(clean, weight, bias, head)
         upstream = upstream * (1.0 - np.tanh(raw / head.softcap) ** 2)
@@ -152,6 +157,37 @@ def head_gradients(
     return HeadGradients(
         hidden=upstream @ f64(weight), weight=flat.T @ clean.reshape(-1, clean.shape[-1]), bias=flat.sum(axis=0)
     )
+
+
+# --- divergences of two heads ------------------------------------------------------------------------------
+
+
+def divergence(logits, reference, kind: str, share: float = 0.5) -> np.ndarray:
+    """KL(p || r), KL(r || p), or share KL(r || m) + (1 - share) KL(p || m) with m = share r + (1 - share) p."""
+    p, r = softmax(f64(logits)), softmax(f64(reference))
+    if kind == "reverse":
+        return _kl(p, r)
+    if kind == "forward":
+        return _kl(r, p)
+    mixture = share * r + (1.0 - share) * p
+    return share * _kl(r, mixture) + (1.0 - share) * _kl(p, mixture)
+
+
+def divergence_gradient(logits, reference, kind: str, share: float = 0.5) -> np.ndarray:
+    """By the logits: the derivative by each probability, through the Jacobian of softmax."""
+    p, r = softmax(f64(logits)), softmax(f64(reference))
+    if kind == "reverse":
+        by_p = np.log(p / r) + 1.0
+    elif kind == "forward":
+        by_p = -r / p
+    else:
+        by_p = (1.0 - share) * np.log(p / (share * r + (1.0 - share) * p))
+    return p * (by_p - np.sum(p * by_p, axis=-1, keepdims=True))
+
+
+def _kl(a, b) -> np.ndarray:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.sum(np.where(a > 0.0, a * np.log(a / b), 0.0), axis=-1)
 
 
 # --- embedding ---------------------------------------------------------------------------------------------

@@ -90,6 +90,19 @@ def test_head_gradients(head, name):
     assert oracle.relative_error(getattr(analytic, name), finite_difference(objective, data[name])) < FINITE_DIFFERENCE
 
 
+@pytest.mark.parametrize("kind", ["reverse", "forward", "jensen_shannon"])
+def test_divergence_gradient(kind):
+    logits, reference = np.random.default_rng(1).normal(size=(2, 3, 7))
+    analytic = oracle.divergence_gradient(logits, reference, kind, 0.3)
+    found = finite_difference(lambda z: float(oracle.divergence(z, reference, kind, 0.3).sum()), logits)
+    assert oracle.relative_error(analytic, found) < FINITE_DIFFERENCE
+    # Certain of one of two ids against uniform: log 2; the other way round infinite.
+    certain, uniform = np.array([[0.0, -np.inf]]), np.zeros((1, 2))
+    shared = 0.5 * np.log(1 / 0.75) + 0.5 * (0.5 * np.log(0.5 / 0.75) + 0.5 * np.log(0.5 / 0.25))
+    wanted = {"reverse": np.log(2), "forward": np.inf, "jensen_shannon": shared}
+    assert oracle.divergence(certain, uniform, kind)[0] == pytest.approx(wanted[kind])
+
+
 def test_embedding_gradient():
     ids = np.array([[1, 3, 1], [0, 3, 3]])
     cotangent = np.random.default_rng(2).normal(size=(2, 3, 4))

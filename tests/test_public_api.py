@@ -30,7 +30,7 @@ def test_name_is_exported_and_documented(module, name):
 def test_the_package_says_what_it_is_for():
     """By names that it has."""
     named = re.findall(r"^\* `(\w+)`:", jaxlogp.__doc__, re.M)
-    assert len(named) == 8 and set(named) <= set(jaxlogp.__all__)
+    assert len(named) == 9 and set(named) <= set(jaxlogp.__all__)
 
 
 def test_import_is_light_and_starts_no_backend():

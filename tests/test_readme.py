@@ -145,10 +145,12 @@ def test_the_engines_of_the_table_are_the_engines():
 
 @pytest.mark.slow
 def test_the_python_examples_of_the_library_run(capsys):
-    values, gradients, local = python_blocks("docs/library.md")
+    values, gradients, distillation, local = python_blocks("docs/library.md")
+    distilled = [gradient.shape for gradient in run(values + distillation)["gradients"]]
+    capsys.readouterr()
     found = run(values + gradients + local)
     assert float(capsys.readouterr().out) < 0.0
-    assert [gradient.shape for gradient in found["gradients"]] == [(2, 8, 64), (1000, 64)]
+    assert [gradient.shape for gradient in found["gradients"]] == distilled == [(2, 8, 64), (1000, 64)]
     arrays = (found[name] for name in ("hidden", "weight", "targets", "old_log_probs", "advantages", "mask"))
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     specs = (P("data"), P("tensor"), *[P("data")] * 4)

@@ -36,6 +36,7 @@ from jaxlogp._stats import (
 )
 from jaxlogp.errors import is_positive_integer, require
 from jaxlogp.head.call import HeadCall, HeadGradients
+from jaxlogp.head.chunked.blocks import Blocks
 from jaxlogp.head.chunked.one_pass import values_and_gradients
 from jaxlogp.head.engine import Engine, LossCotangents
 from jaxlogp.head.gradient_filter import GradientFilter, KeptBlocks, check_filter, kept_blocks, visits
@@ -120,44 +121,6 @@ class ChunkedEngine(Engine):
         return WeightedSum(left_out.astype(jnp.float32), left_out + jnp.sum(counting, dtype=jnp.int32))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Blocks:
-    """How [tokens, vocab] is divided into blocks; static."""
-
-    tokens: int
-    vocab: int
-    chunk: int
-    tile: int
-
-    @classmethod
-    def of(cls, engine: ChunkedEngine, tokens: int, vocab: int) -> "_Blocks":
-        return cls(tokens, vocab, min(engine.token_chunk, tokens), min(engine.vocab_tile, vocab))
-
-    @property
-    def num_chunks(self) -> int:
-        return -(-self.tokens // self.chunk)
-
-    @property
-    def num_tiles(self) -> int:
-        return -(-self.vocab // self.tile)
-
-    def chunks(self, x: Array, fill: float | int) -> Array:
-        """[tokens, ...] as [num_chunks, chunk, ...], padded at the end."""
-        padding = [(0, self.num_chunks * self.chunk - self.tokens)] + [(0, 0)] * (x.ndim - 1)
-        padded = jnp.pad(x, padding, constant_values=fill) if padding[0][1] else x
-        return padded.reshape(self.num_chunks, self.chunk, *x.shape[1:])
-
-    def unchunk(self, x: Array) -> Array:
-        return x.reshape(-1, *x.shape[2:])[: self.tokens]
-
-    def tile_columns(self, index: Array, width: Array) -> tuple[Array, Array, Array]:
-        """First column of a tile, which of its columns no earlier tile has covered, and which of those are real ids."""
-        start = jnp.minimum(index * self.tile, self.vocab - self.tile)
-        columns = start + jnp.arange(self.tile, dtype=jnp.int32)
-        own = columns >= index * self.tile
-        return start, own, own & (columns < width)
-
-
 def _local_targets(column: Array, start: Array) -> Array:
     """Columns relative to a tile; -1, which means not owned (column < 0), stays negative."""
     return jnp.where(column < 0, -1, column - start)
@@ -166,7 +129,7 @@ def _local_targets(column: Array, start: Array) -> Array:
 def _local_statistics(call: HeadCall, engine: ChunkedEngine) -> tuple[Any, Array | None]:
     """Statistics of this shard's columns per token, and for a filter the largest logits [tiles, chunks, chunk]."""
     hidden, weight, bias, spec = call.hidden, call.weight, call.bias, call.spec
-    blocks = _Blocks.of(engine, hidden.shape[0], call.num_columns)
+    blocks = Blocks.of(engine.token_chunk, engine.vocab_tile, hidden.shape[0], call.num_columns)
     dtype, axes = call.operand_dtype, call.axes
     hidden_chunks, columns = blocks.chunks(hidden.astype(dtype), 0), blocks.chunks(call.targets.column, -1)
 
@@ -198,7 +161,7 @@ def _local_statistics(call: HeadCall, engine: ChunkedEngine) -> tuple[Any, Array
 
 def _counting_blocks(call: HeadCall, engine: ChunkedEngine, kept: _Kept, g: TokenLogProbs) -> Array:
     """Which blocks [tiles, chunks] are kept; the padding of the last chunk has no cotangent."""
-    blocks = _Blocks.of(engine, call.hidden.shape[0], call.num_columns)
+    blocks = Blocks.of(engine.token_chunk, engine.vocab_tile, call.hidden.shape[0], call.num_columns)
     normaliser = Normaliser(blocks.chunks(kept.normaliser.max, 0), blocks.chunks(kept.normaliser.log_sum_exp, 0), None)
     cotangents = (None if x is None else blocks.chunks(x, 0) for x in (g.log_probs, g.entropy))
     # Floor division keeps -1, which is not a column, below every tile.
@@ -218,7 +181,7 @@ class _Backward:
         visited: KeptBlocks | None,
     ) -> None:
         self.call, self.visited = call, visited
-        self.blocks = blocks = _Blocks.of(engine, call.hidden.shape[0], call.num_columns)
+        self.blocks = blocks = Blocks.of(engine.token_chunk, engine.vocab_tile, call.hidden.shape[0], call.num_columns)
         # The padding of the last chunk has hidden 0, cotangent 0 and a harmless normaliser, so it adds exact zeros.
         self.hidden = blocks.chunks(call.hidden.astype(call.operand_dtype), 0)
         self.columns = blocks.chunks(call.targets.column, -1)
