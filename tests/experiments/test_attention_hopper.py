@@ -15,13 +15,23 @@ from experiments.models.attention.hopper.walk import Walk
 from jaxlogp._mosaic_gpu import interpreter, why_not_available
 from tests.experiments import test_attention as cases
 
+# Called operation by operation, as no user does, they would be many small programs.
+bounds_of = jax.jit(lambda ids: Bounds.of(first_keys(ids)))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def read_all(walk, tiles):
+    """What a walk reads for every block, in each of its rounds."""
+    read = jax.vmap(jax.vmap(functools.partial(walk.read, tiles), (None, 0)), (0, None))
+    return read(jnp.arange(walk.blocks, dtype=jnp.int32), jnp.arange(walk.all_rounds, dtype=jnp.int32))
+
+
 needs_mosaic = pytest.mark.skipif(why_not_available() is not None, reason=str(why_not_available()))
 
 
 def test_bounds_list_the_keys_and_queries_of_each_tile():
     # 300 slots are three tiles: documents of 100, 150 and 50, and padding that reads itself.
-    ids = jnp.repeat(jnp.arange(3), jnp.array([100, 150, 50]), total_repeat_length=300)[None]
-    bounds = Bounds.of(first_keys(ids))
+    bounds = bounds_of(np.repeat(np.arange(3, dtype=np.int32), [100, 150, 50])[None])
     first, last = bounds.limits[0]
     assert first.tolist() == [0] * 100 + [100] * 150 + [250] * 50 + list(range(300, 3 * TILE))
     assert last.tolist() == list(range(3 * TILE))
@@ -35,19 +45,17 @@ def test_bounds_list_the_keys_and_queries_of_each_tile():
 
 def test_longest_tiles_of_a_segment_come_first():
     # A document fills the second segment; those of the first are short.
-    ids = jnp.concatenate([jnp.arange(SEGMENT) // 64, jnp.full(SEGMENT, -1)]).astype(jnp.int32)[None]
-    starts = Bounds.of(first_keys(ids)).wide[0, :, 0]
-    second = jnp.arange(2 * SEGMENT - TILE, SEGMENT - TILE, -TILE)
-    assert starts.tolist() == [*second.tolist(), *range(0, SEGMENT, TILE)]
+    ids = np.concatenate([np.arange(SEGMENT) // 64, np.full(SEGMENT, -1)]).astype(np.int32)[None]
+    starts = np.asarray(bounds_of(ids).wide)[0, :, 0]
+    second = range(2 * SEGMENT - TILE, SEGMENT - TILE, -TILE)
+    assert starts.tolist() == [*second, *range(0, SEGMENT, TILE)]
 
 
 @pytest.mark.parametrize("sizes", [(5, 2, 3, 3, 2), (4, 1, 4, 1, 4), (7, 3, 2, 2, 2), (2, 5, 3, 1, 3)])
 def test_every_item_is_dealt_once(sizes):
-    walk, (blocks, rows, tiles, units, _) = Walk(*sizes), sizes
-    listed = jnp.arange(rows * tiles, dtype=jnp.int32).reshape(rows, tiles, 1)
-    read = jax.vmap(jax.vmap(functools.partial(walk.read, listed), (None, 0)), (0, None))
-    numbers = jnp.arange(walk.all_rounds, dtype=jnp.int32)
-    exists, *dealt = (np.asarray(x) for x in read(jnp.arange(blocks, dtype=jnp.int32), numbers))
+    _, rows, tiles, units, _ = sizes
+    listed = np.arange(rows * tiles, dtype=np.int32).reshape(rows, tiles, 1)
+    exists, *dealt = map(np.asarray, read_all(Walk(*sizes), listed))
     every = [(tile // tiles, unit, tile) for tile in range(rows * tiles) for unit in range(units)]
     assert sorted(zip(*(x[exists].tolist() for x in dealt), strict=True)) == sorted(every)
 
@@ -56,10 +64,8 @@ def test_every_item_is_dealt_once(sizes):
 def test_blocks_have_the_same_work(units):
     # A causal row of 2048 tokens, of tiles that read 1 to 32 blocks.
     walk = Walk(132, 16, 32, units, 32)
-    work = jnp.broadcast_to(jnp.arange(32, 0, -1, dtype=jnp.int32), (16, 32))[:, :, None]
-    read = jax.vmap(jax.vmap(functools.partial(walk.read, work), (None, 0)), (0, None))
-    numbers = jnp.arange(walk.all_rounds, dtype=jnp.int32)
-    exists, _, _, blocks = read(jnp.arange(132, dtype=jnp.int32), numbers)
+    work = np.broadcast_to(np.arange(32, 0, -1, dtype=np.int32), (16, 32))[:, :, None]
+    exists, _, _, blocks = read_all(walk, work)
     loads = np.where(exists, blocks, 0).sum(axis=1)
     assert loads.max() < 1.04 * loads.mean()
 
