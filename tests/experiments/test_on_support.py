@@ -22,13 +22,12 @@ from experiments.sampling import decoder_sampler
 from experiments.sampling.decoder_sampler import DecoderSampler
 from experiments.sampling.options import SamplingOptions
 from experiments.sampling.recompute import RecomputeSampler
-from experiments.sampling.sample_token import sample_token
 from experiments.sampling.sampler import SampledModel
 from experiments.sampling.support import MOST_IDS, RecordedSupport
 from jaxlogp import Document, Support
 from tests.experiments import test_objectives
 from tests.experiments.samples import rule
-from tests.experiments.test_sample_token import allowed, drawn_by, keys, logits_of, probabilities
+from tests.experiments.test_sample_token import allowed, drawn, drawn_by, keys, logits_of, probabilities
 from tests.experiments.test_sampler import ENDS, ROUNDING, VOCAB, decoder, prompts
 from tests.experiments.test_step_on_meshes import PARAMS, check_steps, setup_on, two_steps
 from tests.experiments.tiny import TINY, tiny, train_records
@@ -42,7 +41,7 @@ ON_SUPPORT = {"loss": {"on_support": True, "entropy_coefficient": 0.01}, "rollou
 def test_a_token_is_drawn_from_the_most_likely_that_there_is_room_for(options, room):
     logits = logits_of(600)
     rooms = np.full(len(logits), room, np.int32)
-    sampled = jax.jit(sample_token, static_argnums=2)(logits, keys(), options, rooms)
+    sampled = drawn(logits, keys(), options, rooms)
     scaled = logits.astype(np.float64) / options.temperature
     left = allowed(scaled, options)
     rank = np.argsort(np.argsort(-scaled, axis=1, kind="stable"), axis=1)
@@ -59,30 +58,31 @@ def test_a_token_is_drawn_from_the_most_likely_that_there_is_room_for(options, r
 
 def test_among_equals_the_lowest_ids_are_kept():
     logits = np.float32([[1.0, 3.0, 3.0, 5.0, 3.0, 0.0]])
-    sampled = sample_token(logits, keys()[:1], drawn_by(min_p=0.01), np.int32([3]))
+    sampled = drawn(logits, keys()[:1], drawn_by(min_p=0.01), np.int32([3]))
     assert np.flatnonzero(sampled.kept[0]).tolist() == [1, 2, 3] and sampled.cut.all()
 
 
 def test_every_token_of_a_row_has_room_for_the_ids_that_are_reserved():
     vocab, tokens = 280, 4
-    first = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32)
+    first, rows = (np.zeros((1, 1), np.int32), np.zeros(1, np.int32)), np.arange(2, dtype=np.int32)[None]
     support, extended = RecordedSupport.empty(2, tokens, 128), jax.jit(RecordedSupport.extended)
+    room_of = jax.jit(RecordedSupport.room)
     wanted = [[], []]
     for step in range(tokens):
-        room = np.asarray(support.room(jnp.arange(2)[None], jnp.full(2, step)))
+        room = np.asarray(room_of(support, rows, np.full(2, step, np.int32)))
         kept = np.arange(vocab) < np.minimum(room, [vocab, 3])[:, None]
         done = np.array([False, step == 3])
-        kept_now, cut = jnp.asarray(kept & ~done[:, None]), jnp.asarray(room < vocab)
-        support = extended(support, jnp.arange(2)[None], jnp.full(2, step), kept_now, cut, jnp.ones(2))
+        kept_now, step_of = kept & ~done[:, None], np.full(2, step, np.int32)
+        support = extended(support, rows, step_of, kept_now, room < vocab, np.ones(2, np.float32))
         for row in range(2):
             wanted[row] += np.flatnonzero(kept[row]).tolist() * (not done[row])
     # 280 ids each, of 512 in all, while those after them keep theirs.
     assert np.asarray(support.counts).tolist() == [[280, 200, 16, 16], [3, 3, 3, 0]]
-    for row in range(2):
-        assert support.ids[row, : len(wanted[row])].tolist() == wanted[row]
-    assert RecordedSupport.empty(1, 64, 128).room(*first).tolist() == [MOST_IDS]
+    for row, ids in enumerate(np.asarray(support.ids)):
+        assert ids[: len(wanted[row])].tolist() == wanted[row]
+    assert room_of(RecordedSupport.empty(1, 64, 128), *first).tolist() == [MOST_IDS]
     # However small the room, each has one.
-    assert RecordedSupport.empty(1, 4, 1).room(*first).tolist() == [1]
+    assert room_of(RecordedSupport.empty(1, 4, 1), *first).tolist() == [1]
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 1000])
@@ -94,9 +94,10 @@ def test_ids_are_those_of_the_entries_that_are_kept(vocab):
     rows, new = np.arange(40)[None], (kept, kept[:, 0], np.ones(40, np.float32))
     empty = RecordedSupport.empty(40, 8, min(vocab, 128))
     support = jax.jit(RecordedSupport.extended)(empty, rows, np.zeros(40, np.int32), *new)
+    recorded, counts = np.asarray(support.ids), np.asarray(support.counts)
     for row, ids in enumerate(map(np.flatnonzero, kept)):
-        found = support.ids[row, : min(len(ids), 128 * 8)]
-        assert found.tolist() == ids.tolist()[: len(found)] and support.counts[row, 0] == len(ids)
+        found = recorded[row, : min(len(ids), 128 * 8)]
+        assert found.tolist() == ids.tolist()[: len(found)] and counts[row, 0] == len(ids)
 
 
 @jax.jit
