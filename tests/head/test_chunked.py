@@ -1,6 +1,8 @@
 """Specific to the chunked engine: its accumulators, and vocabularies much larger than a tile."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxlogp.head import ChunkedEngine
 from jaxlogp.head.live_rows import live_rows, select_live
@@ -29,13 +31,17 @@ def test_a_vocabulary_of_262144():
 
 
 def test_live_rows_come_first_and_the_others_are_0_whatever_stands_behind():
-    values, behind = jnp.float32([10, 11, 12, 13]), jnp.arange(1.0, 7.0)
-    rows = live_rows(jnp.array([False, True, False, True]), 6)
-    assert rows.pack(values, -1).tolist() == [11, 13, -1, -1, -1, -1] and int(rows.count) == 2
-    assert rows.pack_block(values, -1, jnp.int32(1), 2).tolist() == [13, -1]
-    assert rows.unpack(behind).tolist() == [0, 1, 0, 2]
-    assert select_live(behind, rows.count).tolist() == [1, 2, 0, 0, 0, 0]
-    every = live_rows(jnp.ones(4, bool), 6, all_live=True)
-    assert every.pack(values, -1).tolist() == [10, 11, 12, 13, -1, -1] and int(every.count) == 4
-    assert every.pack_block(values, -1, jnp.int32(3), 2).tolist() == [13, -1]
-    assert every.unpack(behind).tolist() == [1, 2, 3, 4]
+    values, behind = jnp.float32([10, 11, 12, 13]), jnp.float32([1, 2, 3, 4, 5, 6])
+
+    def moved(live, block, **options):
+        rows = live_rows(live, 6, **options)
+        packed = rows.pack(values, -1), rows.pack_block(values, -1, block, 2), rows.unpack(behind)
+        return *packed, select_live(behind, rows.count), rows.count
+
+    def lists(values):
+        return [each.tolist() for each in values]
+
+    some = lists(jax.jit(moved)(np.array([False, True, False, True]), np.int32(1)))
+    assert some == [[11, 13, -1, -1, -1, -1], [13, -1], [0, 1, 0, 2], [1, 2, 0, 0, 0, 0], 2]
+    *every, _, count = lists(jax.jit(lambda *x: moved(*x, all_live=True))(np.ones(4, bool), np.int32(3)))
+    assert every == [[10, 11, 12, 13, -1, -1], [13, -1], [1, 2, 3, 4]] and count == 4
