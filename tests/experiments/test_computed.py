@@ -212,9 +212,9 @@ def test_a_loss_of_documents_counts_also_those_without_a_label():
 
 def test_one_label_with_an_advantage_is_an_effect():
     labels = np.array([False, True, True])
-    given = ([0.0, 2.0], [-1.0, 0.0], [0.0, 0.0])
+    given = ([0.0, 2.0], [-1.0, 0.0], [-1.0, 1.0], [0.0, 0.0])
     made = [Document(np.int32([5, 6, 7]), labels, np.float32(advantages)) for advantages in given]
-    assert [has_effect(each) for each in made] == [True, True, False]
+    assert [has_effect(each) for each in made] == [True, True, True, False]
 
 
 WITH_EFFECT = {
