@@ -266,7 +266,8 @@ class WithOldLogProbs(Counting):
 
 def test_old_log_probs_are_the_policys_where_it_scores_and_refuse_a_step_where_they_are_not_finite():
     scored, policy = feed(6, rescore=True, epochs=1), Scoring()
-    assert scored.take(policy).refusal == Refusal("log-probs not finite")
+    refused = scored.take(policy)
+    assert (refused.refusal, refused.counts.groups) == (Refusal("log-probs not finite"), 2)
     taken = scored.take(policy)
     assert numbers_of(taken) == list(range(6, 12))
     assert [each.old_log_probs.tolist() for each in taken.documents] == [[-4.0 - number] for number in range(6, 12)]
