@@ -9,6 +9,8 @@ import numpy as np
 from experiments.learner.packing import GlobalMicroBatch, Packing
 from jaxlogp import Document, Support
 
+LOG_PROBS = ("sampler_log_probs", "old_log_probs")
+
 
 class DocumentQueue:
     """Documents that wait for a step, oldest first; what a step leaves is part of the checkpoint."""
@@ -48,6 +50,9 @@ def _to_json(document: Document) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(document) if field.init and field.name not in apart]
     plain = {name: getattr(document, name) for name in names}
     values = {name: value if value is None else np.asarray(value).tolist() for name, value in plain.items()}
+    # What is allowed above 0 depends on the dtype: a float16 log-prob of 0.001 would be refused as a float32 one.
+    log_probs = {name: plain[name] for name in LOG_PROBS if plain[name] is not None}
+    values["dtypes"] = {name: value.dtype.name for name, value in log_probs.items()}
     # Label positions are fewer than labels, and numbers in JSON.
     values["labels"] = document.label_positions.tolist()
     support = document.support
@@ -59,12 +64,9 @@ def _from_json(values: dict[str, Any]) -> Document:
     tokens = np.array(values["tokens"], np.int32)
     labels = np.zeros(tokens.size, bool)
     labels[values["labels"]] = True
-    dtypes = {
-        "advantages": np.float32,
-        "sampler_log_probs": np.float32,
-        "old_log_probs": np.float32,
-        "versions": np.int32,
-    }
+    # Checkpoints of earlier versions have no dtypes.
+    kept = {**dict.fromkeys(LOG_PROBS, np.float32), **values.get("dtypes", {})}
+    dtypes = {"advantages": np.float32, "versions": np.int32, **kept}
     arrays = {
         name: np.array(values[name], dtype) if isinstance(values[name], list) else values[name]
         for name, dtype in dtypes.items()
@@ -74,4 +76,5 @@ def _from_json(values: dict[str, Any]) -> Document:
         *(np.array(values["support"][name], np.int32) for name in ("ids", "counts"))
     )
     own = {"tokens": tokens, "labels": labels, "columns": columns, "support": support}
-    return Document(**{**values, **arrays, **own})
+    given = {name: value for name, value in values.items() if name != "dtypes"}
+    return Document(**{**given, **arrays, **own})

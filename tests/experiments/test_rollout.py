@@ -157,6 +157,20 @@ def test_queued_documents_keep_numbers_of_numpy_and_jax(kind):
         np.testing.assert_array_equal(np.float32(getattr(document, name)), np.float32(value), err_msg=name)
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_queued_log_probs_keep_their_dtype_and_with_it_what_is_allowed_above_0(dtype):
+    given = dtype([1e-3 if dtype == np.float16 else 1e-15, -1 / 7])
+    queued = DocumentQueue([Document.of_completion([3], [4, 5], given, old_log_probs=given)]).to_json()
+    (document,) = DocumentQueue.from_json(json.loads(json.dumps(queued))).documents
+    for found in (document.sampler_log_probs, document.old_log_probs):
+        assert found.dtype == dtype and found.tolist() == given.tolist()
+    # As in a checkpoint of an earlier version.
+    queued = DocumentQueue(documents(1)).to_json()
+    del queued[0]["dtypes"]
+    (document,) = DocumentQueue.from_json(queued).documents
+    assert document.sampler_log_probs.dtype == np.float32
+
+
 class Counting:
     """A source of six numbered documents a call."""
 
