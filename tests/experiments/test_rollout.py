@@ -125,10 +125,13 @@ def test_queued_documents_come_back_with_their_columns_and_support():
     given = {"advantages": 1.0, "columns": columns, "support": support}
     document = Document.of_completion([3], [4, 5], np.float32([-2 / 3, -1.0]), **given)
     packing = Packing(1, rows=1, row_length=4, vocab_size=9, pad_id=0, columns=("ref_log_probs",), support_capacity=4)
-    queue = DocumentQueue([document])
+    # Of no label, as where a truncated completion is masked, and so of no id.
+    none = {"columns": {"ref_log_probs": np.float32([])}, "support": support.part(0, 0)}
+    queue = DocumentQueue([document, Document.of_completion([3], [], [], **none)])
     other = DocumentQueue.from_json(json.loads(json.dumps(queue.to_json())))
     kept = other.documents[0].support
     assert (kept.ids.tolist(), kept.counts.tolist()) == ([4, 8, 5], [2, 1])
+    assert other.documents[1].support.ids.shape == other.documents[1].support.counts.shape == (0,)
     before, after = (next(each.rounds(packing)).micro_batch(0) for each in (queue, other))
     np.testing.assert_array_equal(before.per_token["ref_log_probs"], after.per_token["ref_log_probs"])
     assert after.per_token["ref_log_probs"][0, :2].tolist() == columns["ref_log_probs"].tolist()
