@@ -85,6 +85,9 @@ def test_an_id_outside_of_the_vocabulary_is_named_where_it_is_packed():
     message = r"^documents: expected token ids in \[0, 10\), got 10 in document 3 of a micro-batch, position 1$"
     with pytest.raises(ValueError, match=message):
         packing.rounds([good, good, good, bad])
+    # Numbers are those within its round: the first has room for four documents.
+    with pytest.raises(ValueError, match=message.replace("document 3", "document 1")):
+        packing.rounds([good] * 5 + [bad])
 
 
 def test_a_round_is_made_into_arrays_for_the_ranks_that_ask():
