@@ -138,6 +138,10 @@ def test_completions_are_decoded_once_for_all_judges_and_only_no_text_is_empty()
         Sample("37+48=", "85", "85", 2.0, {"correct": 1.0, "ended": 1.0}, 2, True),
         Sample("37+48=", " ", "85", 0.0, {"correct": 0.0, "ended": 0.0}, 1, False),
     ]
+    # The error of a function itself is the cause, so that --debug shows its lines.
+    with pytest.raises(RewardFailed, match="got ZeroDivisionError: division by zero$") as failed:
+        score(tokenizer, [EXAMPLE], generations[:1], rewards_of(lambda example, completion: 1 / 0))
+    assert isinstance(failed.value.__cause__, ZeroDivisionError)
 
 
 def test_refuses_what_are_no_functions():
