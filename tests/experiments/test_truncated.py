@@ -130,9 +130,10 @@ def test_a_stop_text_ends_a_completion_at_the_token_that_completes_it():
 )  # fmt: skip
 def test_advantages_are_those_of_the_algorithm(advantages, expected):
     """Rewards are 1.5, 2.5, 3 (masked) and 1.5, of 2, 3 and 2 labels; the greedy completion is the second answer."""
-    documents = rollouts(advantages, mask_truncated=True).next(POLICY).documents
+    made = rollouts(advantages, mask_truncated=True).next(POLICY)
     # Differences of numbers below 4 and a quotient, in fp32.
-    np.testing.assert_allclose([each.advantages for each in documents], 2 * expected, rtol=0.0, atol=1e-6)
+    np.testing.assert_allclose([each.advantages for each in made.documents], 2 * expected, rtol=0.0, atol=1e-6)
+    assert made.counts.degenerate == 0, "a group may have an advantage of 0 among others"
 
 
 class WithReference(ScriptedPolicy):
