@@ -8,7 +8,7 @@ import pytest
 from experiments.config import RewardConfig, RolloutConfig
 from experiments.experience.prompts import PromptStream, held_out_examples
 from experiments.experience.rollout_metrics import RolloutMetrics
-from experiments.experience.rollouts import Rollouts
+from experiments.experience.rollouts import ROLLOUTS, Rollouts
 from experiments.experience.scoring import score, to_completion, to_samples
 from experiments.loop.evaluation import CHECKS, EVALUATION, AnswerEvaluation
 from experiments.models.tokenizer import tokenizer_for
@@ -169,10 +169,12 @@ def test_a_kl_that_fp32_does_not_hold_is_bounded():
 
 
 def test_rollouts_are_counted():
-    made = rollouts()
+    made, policy = rollouts(), Noting(TOKENIZER, ANSWERS)
     assert RolloutMetrics().metrics() == {}
-    first = made.next(POLICY).counts
-    once, twice = first.metrics(), (first + made.next(POLICY).counts).metrics()
+    first = made.next(policy).counts
+    assert policy.asked == (2, SamplingOptions(3), 4, (ROLLOUTS, 0), (2, 5))
+    once, twice = first.metrics(), (first + made.next(policy).counts).metrics()
+    assert policy.asked[3] == (ROLLOUTS, 1), "each rollout has random numbers of its own"
     wanted = {"degenerate_groups": 0.0, "truncated_share": 0.25, "completion_length_mean": 2.5}
     assert once == {**wanted, "truncated_completions": 2, "reward/digits": 1.75, "reward/ended": 0.75}
     assert twice == {**once, "truncated_completions": 4}
