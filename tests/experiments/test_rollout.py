@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from experiments.experience.experience import Experience
+from experiments.experience.order import EpochOrder
 from experiments.experience.own_source import SourceFailed
 from experiments.experience.rollout_metrics import RolloutMetrics
 from experiments.learner.packing import Packing
@@ -218,6 +219,14 @@ def test_several_passes_over_a_rollout_have_orders_of_their_own_and_resume():
             begun.take(None)
         resumed.restore(json.loads(json.dumps(begun.state())))
         assert [numbers_of(resumed.take(None)) for _ in range(9 - stop)] == steps[stop:]
+
+
+def test_an_order_is_that_of_its_seed_and_pass_also_where_one_goes_back():
+    """As a call that fails does. Other numbers would be another run where one of an earlier version is resumed."""
+    order, wanted = EpochOrder(6, 5), [3, 2, 4, 5, 0, 1, 2, 0, 1, 5, 4, 3]
+    for _ in range(2):
+        assert [order[position] for position in range(12)] == wanted
+    assert [EpochOrder(6, 6)[position] for position in range(6)] == [3, 0, 1, 2, 4, 5]
 
 
 @pytest.mark.parametrize(
