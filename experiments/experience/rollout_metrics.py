@@ -20,7 +20,7 @@ class RolloutMetrics:
 
     Attributes:
         degenerate: groups without an advantage: their rewards are all equal, unless these are compared with other groups'.
-        unfit: of the prompts of rollouts without a difference, those whose answer is longer than a completion may be.
+        unfit: prompts whose answer is longer than a completion may be.
         resampled: rollouts that were drawn because others had groups without a difference; None where that is not done.
         filled: groups without a difference that were trained on for want of others.
         unused: groups with a difference beyond the number that was wanted.

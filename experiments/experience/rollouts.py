@@ -121,8 +121,7 @@ class Rollouts(ExperienceSource):
         documents = [self._document(prompts[i // copies], *each, policy.version) for i, each in enumerate(facts)]
         groups = [Group(documents[copies * i : copies * (i + 1)], same) for i, same in enumerate(degenerate.tolist())]
         longest = self.shape.options.max_new_tokens
-        fits = [fits_completion(policy.tokenizer, example, longest) for example in examples]
-        unfit = fits.count(False) if degenerate.all() else 0
+        unfit = sum(not fits_completion(policy.tokenizer, example, longest) for example in examples)
         names = self._rewards.names
         counts = RolloutMetrics.of(drawn, scored, names, empty=empty, degenerate=degenerate, unfit=unfit)
         return Rollout(groups, replace(counts, kl=float(kl.sum())) if self._reward.kl_coefficient else counts)
