@@ -60,13 +60,12 @@ def _to_json(document: Document) -> dict[str, Any]:
     return values | {"columns": {name: column.tolist() for name, column in document.columns.items()}}
 
 
-def _from_json(values: dict[str, Any]) -> Document:
+def _from_json(saved: dict[str, Any]) -> Document:
+    values = dict(saved)
     tokens = np.array(values["tokens"], np.int32)
     labels = np.zeros(tokens.size, bool)
     labels[values["labels"]] = True
-    # Checkpoints of earlier versions have no dtypes.
-    kept = {**dict.fromkeys(LOG_PROBS, np.float32), **values.get("dtypes", {})}
-    dtypes = {"advantages": np.float32, "versions": np.int32, **kept}
+    dtypes = {"advantages": np.float32, "versions": np.int32, **values.pop("dtypes")}
     arrays = {
         name: np.array(values[name], dtype) if isinstance(values[name], list) else values[name]
         for name, dtype in dtypes.items()
@@ -76,5 +75,4 @@ def _from_json(values: dict[str, Any]) -> Document:
         *(np.array(values["support"][name], np.int32) for name in ("ids", "counts"))
     )
     own = {"tokens": tokens, "labels": labels, "columns": columns, "support": support}
-    given = {name: value for name, value in values.items() if name != "dtypes"}
-    return Document(**{**given, **arrays, **own})
+    return Document(**{**values, **arrays, **own})

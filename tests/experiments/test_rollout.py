@@ -171,11 +171,6 @@ def test_queued_log_probs_keep_their_dtype_and_with_it_what_is_allowed_above_0(d
     (document,) = DocumentQueue.from_json(json.loads(json.dumps(queued))).documents
     for found in (document.sampler_log_probs, document.old_log_probs):
         assert found.dtype == dtype and found.tolist() == given.tolist()
-    # As in a checkpoint of an earlier version.
-    queued = DocumentQueue(documents(1)).to_json()
-    del queued[0]["dtypes"]
-    (document,) = DocumentQueue.from_json(queued).documents
-    assert document.sampler_log_probs.dtype == np.float32
 
 
 class Counting:
@@ -222,7 +217,7 @@ def test_several_passes_over_a_rollout_have_orders_of_their_own_and_resume():
 
 
 def test_an_order_is_that_of_its_seed_and_pass_also_where_one_goes_back():
-    """As a call that fails does. Other numbers would be another run where one of an earlier version is resumed."""
+    """As a call that fails does. Other numbers would be another run for what was begun before."""
     order, wanted = EpochOrder(6, 5), [3, 2, 4, 5, 0, 1, 2, 0, 1, 5, 4, 3]
     for _ in range(2):
         assert [order[position] for position in range(12)] == wanted
