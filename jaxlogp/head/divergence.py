@@ -39,7 +39,7 @@ def linear_kl(
     hidden: Float[Array, "*tokens hidden"],
     weight: HeadWeight,
     ref_hidden: Float[Array, "*tokens ref_hidden"],
-    ref_weight: HeadWeight,
+    ref_weight: Float[Array, "vocab ref_hidden"] | Float[Array, "ref_hidden vocab"],
     mask: Bool[Array, "*tokens"] | None = None,
     *,
     kind: str = "reverse",
