@@ -114,6 +114,12 @@ class Loop:
         # Not the time of day, which jumps.
         self._saved_at = time.monotonic()
 
+    def begin(self) -> None:
+        """Takes the source back to where the run first began, if one was killed before it had a checkpoint."""
+        earlier = self._writer.beginning(self._feed.state())
+        if earlier is not None:
+            self._feed.restore(earlier)
+
     def restore(self, step: int | None = None) -> None:
         """Restores the newest intact checkpoint, or that of a step, on this mesh; ValueError if there is none."""
         learner = self._learner

@@ -87,7 +87,9 @@ class _Session:
             self.writer.begin()
             self._discard_newer("from the beginning")
             self.setup.learner.keep_reference()
-        return self._loop(training_phase(self.setup)).run()
+        training = self._loop(training_phase(self.setup))
+        training.begin()
+        return training.run()
 
     def _warm_start(self) -> None:
         self.writer.enter(self.folder.warm_start)
@@ -130,5 +132,5 @@ def identity_of_run(folder: RunFolder, config: Config) -> Identity:
 def _require_never_saved(folder: RunFolder) -> None:
     """Refuses a run that has lost its checkpoints: to begin again would cut off all of its log."""
     made = sum(record["kind"] == "train" for record in read_metrics(folder.metrics).records)
-    was_never = made == 0 or kind_of(folder.never_saved) == "file"
+    was_never = made == 0 or kind_of(folder.beginning) == "file"
     require(was_never, "checkpoints", f"at least one complete step in {folder.checkpoints}", f"none after {made} steps")

@@ -59,7 +59,7 @@ class RunFolder:
     tensorboard = property(lambda self: self.path / "tb")
     model = property(lambda self: self.path / "model")
     lock = property(lambda self: self.path / "lock")
-    never_saved = property(lambda self: self.path / "never_saved")
+    beginning = property(lambda self: self.path / "beginning.json")
 
     @classmethod
     def create(
@@ -97,8 +97,9 @@ class RunFolder:
     def _make_entries(self, parts: RunParts) -> None:
         self.checkpoints.mkdir()
         self.tensorboard.mkdir()
-        for empty in (self.metrics, self.samples, self.never_saved):
-            create_file(empty).close()
+        for log in (self.metrics, self.samples):
+            create_file(log).close()
+        write_json(self.beginning, {})
         write_json(self.env, {**describe_environment(), "resumes": []})
         save_config(self.parts, parts)
 

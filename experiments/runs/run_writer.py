@@ -7,11 +7,13 @@ from typing import Any, Self
 
 from experiments.processes import processes
 from experiments.runs.checkpoint import Checkpoints, Restored, complete_steps, restore, step_folders
-from experiments.runs.files import kind_of
+from experiments.runs.config_file import read_object, to_json
+from experiments.runs.files import kind_of, write_json
 from experiments.runs.folder import MetricsWriter, RunFolder
 from experiments.runs.identity import Identity, compared
 from experiments.runs.log_file import LogMarks
 from experiments.runs.step_files import CheckpointRecord
+from jaxlogp.errors import require
 
 
 def read_checkpoint(folder: Path, identity: Identity, template: Any, step: int | None = None) -> Restored:
@@ -64,6 +66,18 @@ class RunWriter:
     def begin(self) -> None:
         self._open_logs()
 
+    def beginning(self, feed: dict[str, Any]) -> dict[str, Any] | None:
+        """Keeps the state that a source begins with, until there is a checkpoint; returns that of an earlier beginning."""
+        require(to_json(feed, "source") == feed, "source", "a state that JSON returns unchanged", "another one")
+
+        def earlier() -> dict[str, Any] | None:
+            kept = read_object(self._folder.beginning).get("feed")
+            if kept is None:
+                write_json(self._folder.beginning, {"feed": feed})
+            return kept
+
+        return processes().from_first("beginning of the training", earlier)
+
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         if self._logs is not None:
             self._logs.write(step, kind, values)
@@ -87,7 +101,7 @@ class RunWriter:
         self._close_left()
         self._checkpoints.wait_until_finished()
         if processes().first and complete_steps(self._folder.checkpoints):
-            self._folder.never_saved.unlink(missing_ok=True)
+            self._folder.beginning.unlink(missing_ok=True)
             if kind_of(self._folder.warm_start) == "folder":
                 shutil.rmtree(self._folder.warm_start)
 

@@ -92,16 +92,19 @@ def test_goes_on_where_it_was_also_in_another_place(run, tmp_path):
     assert complete_steps(moved / "checkpoints") == [3, 4]
 
 
-def test_a_run_never_saved_has_a_mark_until_a_checkpoint_is_durable(tmp_path):
+@pytest.mark.bad_input
+def test_what_a_source_began_with_is_kept_until_a_checkpoint_is_durable(tmp_path):
     folder = RunFolder.create(tmp_path, "run", parts=RunParts())
     save_config(folder.config, tiny(tmp_path, "run"))
     with opened(folder.path) as writer:
         writer.begin()
         writer.wait_until_finished()
-        assert folder.never_saved.is_file()
+        assert writer.beginning({"calls": 3}) is None and writer.beginning({"calls": 5}) == {"calls": 3}
+        with pytest.raises(ValueError, match="^source: expected a state that JSON returns unchanged, got another one$"):
+            writer.beginning({"calls": (3,)})
         work(writer, [1])
         writer.wait_until_finished()
-        assert not folder.never_saved.exists()
+        assert not folder.beginning.exists()
 
 
 def test_nothing_names_the_folder_but_the_option_out(made):
