@@ -224,7 +224,7 @@ def _excess(log_a: Array, log_b: Array) -> Array:
     near = jnp.abs(difference) < 1.0
     small = jnp.where(near, difference, 0.0)
     far = b - a - jnp.where(a > 0.0, a * difference, 0.0)
-    return jnp.where(there, jnp.where(near, a * (jnp.expm1(small) - small), far), b)
+    return jnp.where(there, jnp.where(near, a * jnp.maximum(jnp.expm1(small) - small, 0.0), far), b)
 
 
 def _log_mixture(log_policy: Array, log_reference: Array, share: float) -> Array:
