@@ -116,6 +116,7 @@ def linear_kl(
     for name, value in (("head", head), ("ref_head", ref_head)):
         require(isinstance(value, HeadSpec), name, "a HeadSpec", describe(value))
     tokens, columns = hidden.shape[:-1], weight.shape[vocab_dim]
+    require(math.prod(tokens) > 0, "hidden", "at least one token", describe(hidden))
     require(ref_hidden.shape[:-1] == tokens, "ref_hidden", f"the tokens of hidden, {tokens}", describe(ref_hidden))
     same = ref_weight.shape[vocab_dim] == columns
     require(same, "ref_weight", f"the vocabulary of weight, {columns} ids", describe(ref_weight))
@@ -195,7 +196,8 @@ class Rule:
             return _excess(log_reference, log_policy), jnp.zeros_like(log_policy)
         compared = self._compared(log_policy, log_reference)
         policy = jnp.exp(log_policy)
-        mean = jnp.where(policy > 0.0, policy * (log_policy - compared), 0.0)
+        # Not where it is above 0: a NaN stays one.
+        mean = jnp.where(policy != 0.0, policy * (log_policy - compared), 0.0)
         if self.kind == "reverse":
             return _excess(log_policy, log_reference), mean
         value = self.ref_share * _excess(log_reference, compared) + (1.0 - self.ref_share) * _excess(
@@ -209,7 +211,7 @@ class Rule:
         if self.kind == "forward":
             return policy - jnp.exp(log_reference)
         compared = self._compared(log_policy, log_reference)
-        slope = jnp.where(policy > 0.0, policy * (log_policy - compared - mean), 0.0)
+        slope = jnp.where(policy != 0.0, policy * (log_policy - compared - mean), 0.0)
         return slope if self.kind == "reverse" else (1.0 - self.ref_share) * slope
 
     def _compared(self, log_policy: Array, log_reference: Array) -> Array:
@@ -218,12 +220,12 @@ class Rule:
 
 def _excess(log_a: Array, log_b: Array) -> Array:
     """Terms of KL(a ‖ b) as Σ (a log(a / b) + b - a): none is negative, and an error of a log-sum-exp cancels."""
-    there = log_a > -jnp.inf
+    there = log_a != -jnp.inf
     a, b = jnp.exp(log_a), jnp.exp(log_b)
     difference = jnp.where(there, log_b - jnp.where(there, log_a, 0.0), 0.0)
     near = jnp.abs(difference) < 1.0
     small = jnp.where(near, difference, 0.0)
-    far = b - a - jnp.where(a > 0.0, a * difference, 0.0)
+    far = b - a - jnp.where(a != 0.0, a * difference, 0.0)
     return jnp.where(there, jnp.where(near, a * jnp.maximum(jnp.expm1(small) - small, 0.0), far), b)
 
 

@@ -124,6 +124,22 @@ def test_what_masked_tokens_hold_has_no_effect(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_a_number_stays_one_at_its_token(kind):
+    policy, reference, _, g = problem(seed=8)
+    clean, _ = both(policy, reference, jnp.ones(TOKENS, bool), g, kind=kind)
+    for of_policy in (True, False):
+        heads = [policy, reference]
+        own = heads[not of_policy]
+        heads[not of_policy] = own[0].at[0, 3, 1].set(jnp.nan), *own[1:]
+        value, gradients = both(*heads, jnp.ones(TOKENS, bool), g, kind=kind)
+        wrong = np.zeros(TOKENS, bool)
+        wrong[0, 3] = True
+        np.testing.assert_array_equal(np.isnan(value), wrong)
+        np.testing.assert_array_equal(np.asarray(value)[~wrong], np.asarray(clean)[~wrong])
+        assert np.isnan(gradients[0])[wrong].all() and np.isfinite(gradients[0])[~wrong].all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_ids_that_a_bias_excludes(kind):
     """By both heads: as if the id were not there. By the reference alone: infinite, but for Jensen-Shannon and forward."""
     policy, reference, mask, g = problem(seed=4)
@@ -250,6 +266,8 @@ def test_wrong_arguments():
         (reference[:2], {"mask": mask[0]}, "^mask: expected "),
         (reference[:2], {"axis_name": "tensor"}, "^axis_name: expected an axis of the surrounding shard_map"),
     ]
+    with pytest.raises(ValueError, match="^hidden: expected at least one token, got "):
+        linear_kl(policy[0][:0], policy[1], reference[0][:0], reference[1])
     for operands, options, words in cases:
         with pytest.raises(ValueError, match=words):
             call(*operands, **options)
