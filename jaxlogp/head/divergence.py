@@ -7,6 +7,7 @@ both heads in blocks of token chunks and vocabulary tiles; the tile loop is the 
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,13 +23,13 @@ from jaxlogp._compat import (
     union_of_varying_axes,
     vary_over,
 )
-from jaxlogp._vocab import VocabShards, local_shard
+from jaxlogp._vocab import VocabShards
 from jaxlogp.errors import describe, is_number, require
-from jaxlogp.head.call import WEIGHT_LAYOUTS, HeadWeight, check_operands, head_call
+from jaxlogp.head.call import WEIGHT_LAYOUTS, HeadCall, HeadGradients, HeadWeight, check_operands, head_call
 from jaxlogp.head.chunked.blocks import Blocks
 from jaxlogp.head.projection import HeadSpec, dot, finish_logits, product_gradient, take_rows, write_rows
 from jaxlogp.head.registry import EngineChoice, HeadRun, choose_engine, report
-from jaxlogp.head.values import head_values
+from jaxlogp.head.values import cotangents_of, head_values, one_program
 
 KINDS = ("reverse", "forward", "jensen_shannon")
 TOKEN_CHUNK, VOCAB_TILE = 512, 2048
@@ -120,58 +121,37 @@ def linear_kl(
     require(ref_hidden.shape[:-1] == tokens, "ref_hidden", f"the tokens of hidden, {tokens}", describe(ref_hidden))
     same = ref_weight.shape[vocab_dim] == columns
     require(same, "ref_weight", f"the vocabulary of weight, {columns} ids", describe(ref_weight))
-    rule = Rule(kind, float(ref_share), head, ref_head, vocab_dim, axis_name)
+    rule = Rule(kind, float(ref_share))
     of_call = {"axis_name": axis_name, "vocab": vocab, "weight_layout": weight_layout, "sequence_dim": None}
     of_call |= {"out_of_vocab": "error", "with_entropy": False, "frozen": True}
 
-    def run(policy: Operands, reference: Operands, mask: Array | None) -> Array:
+    def run(policy: tuple, reference: tuple, mask: Array | None) -> Array:
         targets = jnp.zeros(tokens, jnp.int32)
+        of_policy = head_call(*policy, targets, mask, head, **of_call)
+        of_reference = head_call(*jax.tree.map(lax.stop_gradient, reference), targets, mask, ref_head, **of_call)
 
-        def lse(own: Operands, spec: HeadSpec) -> Array:
-            call = head_call(*jax.tree.map(lax.stop_gradient, own), targets, mask, spec, **of_call)
+        def lse(call: HeadCall) -> Array:
+            call = jax.tree.map(lax.stop_gradient, call)
             chosen, reason = choose_engine(engine, call)
             report(HeadRun("linear_kl", chosen.name, reason, call.num_shards))
             found = head_values(chosen, call).lse
             assert found is not None, "every engine returns it"
             return found
 
-        lses = lse(policy, head), lse(reference, ref_head)
-        reference = jax.tree.map(lax.stop_gradient, reference)
-        width = local_shard(columns, axis_name, vocab, "weight").width
-        live = jnp.ones(math.prod(tokens), bool) if mask is None else mask.reshape(-1)
-        problem = Problem(_flat(policy, axis_name), _flat(reference, axis_name), lses, live, jnp.asarray(width))
-        axes = union_of_varying_axes(*jax.tree.leaves(problem)) | ({axis_name} - {None})
-        policy, reference = jax.tree.map(lambda x: vary_over(x, axes), (problem.policy, problem.reference))
-        return _divergence(rule, policy, problem._replace(reference=reference)).reshape(tokens)
+        lses = lse(of_policy), lse(of_reference)
+        axes = of_policy.axes | of_reference.axes
+        return _divergence(rule, _over(of_policy, axes), _over(of_reference, axes), lses).reshape(tokens)
 
-    operands = Operands(*(None if x is None else jnp.asarray(x) for x in (hidden, weight, bias)))
-    of_reference = Operands(*(None if x is None else jnp.asarray(x) for x in (ref_hidden, ref_weight, ref_bias)))
-    specs = leading_spec(operands.hidden, len(tokens))
-    return automatic_axes(run, operands, of_reference, mask, out_specs=specs)
+    arrays = (hidden, weight, bias), (ref_hidden, ref_weight, ref_bias)
+    return automatic_axes(run, *arrays, mask, out_specs=leading_spec(hidden, len(tokens)))
 
 
-class Operands(NamedTuple):
-    """Hidden states, weight and bias of a head."""
-
-    hidden: Array
-    weight: Array
-    bias: Array | None
-
-
-class Problem(NamedTuple):
-    """The operands of a divergence, with flat tokens."""
-
-    policy: Operands
-    reference: Operands
-    lses: tuple[Array, Array]
-    live: Array
-    width: Array
-
-
-def _flat(own: Operands, axis_name: AxisName | None) -> Operands:
+def _over(call: HeadCall, axes: Iterable[AxisName]) -> HeadCall:
+    """The call with operands that vary over all axes of both, which is where their gradients are added."""
     # Ranks add their parts of the gradient in fp32.
-    hidden = own.hidden if axis_name is None else own.hidden.astype(jnp.float32)
-    return own._replace(hidden=hidden.reshape(-1, hidden.shape[-1]))
+    hidden = call.hidden if call.axis_name is None else call.hidden.astype(jnp.float32)
+    operands = (hidden, call.weight, call.bias)
+    return call.with_operands(*(None if x is None else vary_over(x, axes) for x in operands))
 
 
 class _Sums(NamedTuple):
@@ -181,14 +161,10 @@ class _Sums(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A divergence and the layout of its operands; static."""
+    """A divergence; static."""
 
     kind: str
     ref_share: float
-    head: HeadSpec
-    ref_head: HeadSpec
-    vocab_dim: int
-    axis_name: AxisName | None
 
     def terms(self, log_policy: Array, log_reference: Array) -> tuple[Array, Array]:
         """Returns each id's terms of the value, and of the mean over π of what the gradient compares (:meth:`slope`)."""
@@ -242,38 +218,32 @@ def _log_mixture(log_policy: Array, log_reference: Array, share: float) -> Array
 class _Loops:
     """The loops over blocks: vocabulary tiles outside, token chunks inside."""
 
-    def __init__(self, rule: Rule, problem: Problem) -> None:
-        self.rule, self.problem = rule, problem
-        vocab = problem.policy.weight.shape[rule.vocab_dim]
-        self.blocks = Blocks.of(TOKEN_CHUNK, VOCAB_TILE, problem.policy.hidden.shape[0], vocab)
-        self.axes = union_of_varying_axes(problem.policy.weight, problem.policy.hidden)
-        heads = (problem.policy, rule.head), (problem.reference, rule.ref_head)
-        self.dtypes = [_product_dtype(own, spec) for own, spec in heads]
-        live = problem.live[:, None]
-        self.hidden = [
-            # 0 * NaN of a masked token would reach the whole gradient of the weight.
-            self.blocks.chunks(jnp.where(live, own.hidden, 0.0).astype(dtype), 0)
-            for (own, _), dtype in zip(heads, self.dtypes, strict=True)
-        ]
-        self.lses = [self.blocks.chunks(jnp.where(problem.live, lse, 0.0), 0) for lse in problem.lses]
+    def __init__(self, rule: Rule, policy: HeadCall, reference: HeadCall, lses: tuple[Array, Array]) -> None:
+        self.rule, self.policy, self.calls = rule, policy, (policy.masked(), reference.masked())
+        self.blocks = Blocks.of(TOKEN_CHUNK, VOCAB_TILE, policy.hidden.shape[0], policy.num_columns)
+        self.axes = union_of_varying_axes(policy.weight)
+        self.dtypes = [_product_dtype(call) for call in self.calls]
+        both = zip(self.calls, self.dtypes, strict=True)
+        self.hidden = [self.blocks.chunks(call.hidden.astype(dtype), 0) for call, dtype in both]
+        self.lses = [self.blocks.chunks(jnp.where(policy.targets.mask, lse, 0.0), 0) for lse in lses]
 
     def zeros(self, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
         return vary_over(jnp.zeros(shape, dtype), self.axes)
 
     def tile(self, index: Array) -> "_Tile":
-        start, own, valid = self.blocks.tile_columns(index, self.problem.width)
+        start, own, valid = self.blocks.tile_columns(index, self.policy.targets.width)
         weights, biases = [], []
-        for operands, dtype in zip((self.problem.policy, self.problem.reference), self.dtypes, strict=True):
-            weights.append(take_rows(operands.weight, start, self.blocks.tile, self.rule.vocab_dim).astype(dtype))
-            biases.append(None if operands.bias is None else take_rows(operands.bias, start, self.blocks.tile))
+        for call, dtype in zip(self.calls, self.dtypes, strict=True):
+            weights.append(take_rows(call.weight, start, self.blocks.tile, call.vocab_dim).astype(dtype))
+            biases.append(None if call.bias is None else take_rows(call.bias, start, self.blocks.tile))
         return _Tile(start, own, valid[None, :], tuple(weights), tuple(biases))
 
     def log_probs(self, tile: "_Tile", chunk: Array) -> tuple[Array, Array, Array]:
         """Logits of the policy, and log π and log ρ, of a block."""
         both = []
-        for number, spec in enumerate((self.rule.head, self.rule.ref_head)):
+        for number, call in enumerate(self.calls):
             products = dot(self.hidden[number][chunk], tile.weights[number], contract=(1, 1))
-            both.append(finish_logits(products, tile.biases[number], spec))
+            both.append(finish_logits(products, tile.biases[number], call.spec))
         logits, of_reference = both
         return logits, logits - self.lses[0][chunk][:, None], of_reference - self.lses[1][chunk][:, None]
 
@@ -293,10 +263,10 @@ class _Loops:
         zeros = _Sums(*(self.zeros((blocks.num_chunks, blocks.chunk)) for _ in _Sums._fields))
         found = lax.fori_loop(0, blocks.num_tiles, of_tile, zeros)
         found = _Sums(*map(blocks.unchunk, found))
-        return found if self.rule.axis_name is None else _Sums(*lax.psum(found, self.rule.axis_name))
+        return found if self.policy.axis_name is None else _Sums(*lax.psum(found, self.policy.axis_name))
 
-    def gradients(self, mean: Array, g: Array) -> Operands:
-        policy, blocks = self.problem.policy, self.blocks
+    def gradients(self, mean: Array, g: Array) -> HeadGradients:
+        policy, blocks = self.policy, self.blocks
         means, cotangents = (blocks.chunks(vary_over(x, self.axes), 0) for x in (mean, g))
 
         def of_tile(index: Array, carry: tuple) -> tuple:
@@ -309,7 +279,7 @@ class _Loops:
                 cotangent = cotangents[chunk][:, None]
                 counts = tile.valid & (cotangent != 0.0)
                 slope = self.rule.slope(*log_probs, means[chunk][:, None])
-                gradient = product_gradient(jnp.where(counts, cotangent * slope, 0.0), logits, self.rule.head)
+                gradient = product_gradient(jnp.where(counts, cotangent * slope, 0.0), logits, policy.spec)
                 rounded = gradient.astype(self.dtypes[0])
                 d_hidden = d_hidden.at[chunk].add(dot(rounded, tile.weights[0], contract=(1, 0)))
                 d_weight_tile = d_weight_tile + dot(rounded, self.hidden[0][chunk], contract=(0, 0))
@@ -317,15 +287,14 @@ class _Loops:
 
             zeros = self.zeros(tile.weights[0].shape), self.zeros((blocks.tile,))
             d_hidden, *of_this = lax.fori_loop(0, blocks.num_chunks, of_chunk, (d_hidden, *zeros))
-            d_weight = write_rows(d_weight, of_this[0], tile.start, tile.own, self.rule.vocab_dim)
+            d_weight = write_rows(d_weight, of_this[0], tile.start, tile.own, policy.vocab_dim)
             return d_hidden, d_weight, write_rows(d_bias, of_this[1], tile.start, tile.own)
 
-        columns = policy.weight.shape[self.rule.vocab_dim]
         zeros = self.zeros(self.hidden[0].shape), self.zeros(policy.weight.shape, policy.weight.dtype)
-        carry = *zeros, self.zeros((columns,))
+        carry = *zeros, self.zeros((policy.num_columns,))
         d_hidden, d_weight, d_bias = lax.fori_loop(0, blocks.num_tiles, of_tile, carry)
-        d_hidden = jnp.where(self.problem.live[:, None], blocks.unchunk(d_hidden), 0.0).astype(policy.hidden.dtype)
-        return Operands(d_hidden, d_weight, None if policy.bias is None else d_bias.astype(policy.bias.dtype))
+        d_hidden = jnp.where(policy.targets.mask[:, None], blocks.unchunk(d_hidden), 0.0).astype(policy.hidden.dtype)
+        return HeadGradients(d_hidden, d_weight, None if policy.bias is None else d_bias.astype(policy.bias.dtype))
 
 
 class _Tile(NamedTuple):
@@ -336,37 +305,37 @@ class _Tile(NamedTuple):
     biases: tuple[Array | None, ...]
 
 
-def _product_dtype(own: Operands, spec: HeadSpec) -> jnp.dtype:
+def _product_dtype(call: HeadCall) -> jnp.dtype:
     # Gradients of logits would underflow in fp16.
-    dtype = spec.operand_dtype(own.weight)
-    return jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype
-
-
-# Each pass is one program outside of jit too.
-_one_program = functools.partial(jax.jit, static_argnums=0, inline=True)
+    return jnp.dtype(jnp.float32) if call.scaled else call.operand_dtype
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-@_one_program
-def _divergence(rule: Rule, policy: Operands, problem: Problem) -> Array:
-    """The divergence at every token; only `policy`, which takes the place of the problem's own, has a gradient."""
-    sums = _Loops(rule, problem._replace(policy=policy)).sums()
-    return jnp.where(problem.live, sums.value, 0.0)
+@one_program
+def _divergence(rule: Rule, policy: HeadCall, reference: HeadCall, lses: tuple[Array, Array]) -> Array:
+    """The divergence at every token; the operands of `policy` have a gradient."""
+    return _forward(rule, policy, reference, lses)[0]
 
 
-@_one_program
-def _forward(rule: Rule, policy: Operands, problem: Problem) -> tuple[Array, tuple[Problem, Array]]:
-    require_checked_axes(rule.axis_name)
-    problem = problem._replace(policy=policy)
-    sums = _Loops(rule, problem).sums()
-    return jnp.where(problem.live, sums.value, 0.0), (problem, sums.mean)
+@one_program
+def _forward(rule: Rule, policy: HeadCall, reference: HeadCall, lses: tuple[Array, Array]) -> tuple[Array, tuple]:
+    sums = _Loops(rule, policy, reference, lses).sums()
+    return jnp.where(policy.targets.mask, sums.value, 0.0), (policy, reference, lses, sums.mean)
 
 
-@_one_program
-def _backward(rule: Rule, residuals: tuple[Problem, Array], g: Array) -> tuple[Operands, None]:
-    problem, mean = residuals
-    g = jnp.where(problem.live, g, 0.0)
-    return _Loops(rule, problem).gradients(mean, g), None
+def _differentiated(
+    rule: Rule, policy: HeadCall, reference: HeadCall, lses: tuple[Array, Array]
+) -> tuple[Array, tuple]:
+    require_checked_axes(policy.axis_name)
+    return _forward(rule, policy, reference, lses)
 
 
-_divergence.defvjp(_forward, _backward)
+@one_program
+def _backward(rule: Rule, residuals: tuple, g: Array) -> tuple[HeadCall, None, None]:
+    policy, reference, lses, mean = residuals
+    g = jnp.where(policy.targets.mask, g, 0.0)
+    gradients = _Loops(rule, policy, reference, lses).gradients(mean, g)
+    return cotangents_of(policy, gradients), None, None
+
+
+_divergence.defvjp(_differentiated, _backward)
