@@ -157,10 +157,7 @@ def validate(config: Config) -> MeshSpec:
     config.loss.selection()
     config.loss.entropy_control()
     if config.loss.moving_reference() is not None:
-        # A coefficient of 0 may be one of several that are tried.
-        has_kl = (
-            config.loss.kl_coefficient is not None or loss.kl_coefficient != 0.0 or config.reward.kl_coefficient > 0.0
-        )
+        has_kl = config.loss.has_kl(loss) or config.reward.kl_coefficient > 0.0
         expected = "None without --loss.kl-coefficient or --reward.kl-coefficient"
         require(has_kl, "--loss.reference-every", expected, config.loss.reference_every)
     config.skips_documents()

@@ -175,11 +175,13 @@ class LossConfig:
         expected = f"None for loss {self.name!r}: an advantage of 0 would change the mean of its whole document"
         single = self.top_entropy is None or loss.ratio != "sequence"
         require(single, "--loss.top-entropy", expected, self.top_entropy)
-        # A coefficient of 0 may be one of several that are tried.
-        has_kl = self.kl_coefficient is not None or loss.kl_coefficient != 0.0
         for name, value in self._given(("kl_estimator", "kl_unbiased")).items():
-            require(has_kl, option_name(f"loss.{name}"), "None without --loss.kl-coefficient", value)
+            require(self.has_kl(loss), option_name(f"loss.{name}"), "None without --loss.kl-coefficient", value)
         return loss
+
+    def has_kl(self, loss: PolicyLoss) -> bool:
+        """Returns whether a KL is asked for; a coefficient of 0 may be one of several that are tried."""
+        return self.kl_coefficient is not None or loss.kl_coefficient != 0.0
 
     def skips(self, loss: PolicyLoss) -> bool:
         """Returns whether documents whose advantages are all 0 are not computed.
