@@ -98,6 +98,7 @@ class RunWriter:
         self._checkpoints.wait_until_copied()
 
     def wait_until_finished(self) -> None:
+        """As that of checkpoints; once the training has one, what a run would begin again with is removed."""
         self._close_left()
         self._checkpoints.wait_until_finished()
         if processes().first and complete_steps(self._folder.checkpoints):
