@@ -26,13 +26,13 @@ from jaxlogp._compat import (
 from jaxlogp._vocab import VocabShards
 from jaxlogp.errors import describe, is_number, require
 from jaxlogp.head.call import WEIGHT_LAYOUTS, HeadCall, HeadGradients, HeadWeight, check_operands, head_call
-from jaxlogp.head.chunked.blocks import Blocks
+from jaxlogp.head.chunked.blocks import Blocks, BlockSizes, usual_sizes
+from jaxlogp.head.chunked.engine import ChunkedEngine
 from jaxlogp.head.projection import HeadSpec, dot, finish_logits, product_gradient, take_rows, write_rows
 from jaxlogp.head.registry import EngineChoice, HeadRun, choose_engine, report
 from jaxlogp.head.values import cotangents_of, head_values, one_program
 
 KINDS = ("reverse", "forward", "jensen_shannon")
-TOKEN_CHUNK, VOCAB_TILE = 512, 2048
 PLAIN = HeadSpec()
 
 
@@ -82,7 +82,7 @@ def linear_kl(
         vocab: the shards; None for equal ones.
         weight_layout: "vh" or "hv", of both weights.
         engine: engine of both log-sum-exps, as in :func:`jaxlogp.linear_log_probs`; the divergence itself runs in blocks on
-            any device.
+            any device, of the sizes of a ``ChunkedEngine``, if that is the engine of the first.
 
     Returns:
         fp32 [*tokens] in nats, never negative. Infinite where the distribution in front of the bar has a token that the
@@ -130,17 +130,18 @@ def linear_kl(
         of_policy = head_call(*policy, targets, mask, head, **of_call)
         of_reference = head_call(*jax.tree.map(lax.stop_gradient, reference), targets, mask, ref_head, **of_call)
 
-        def lse(call: HeadCall) -> Array:
+        def lse(call: HeadCall) -> tuple[Array, BlockSizes]:
             call = jax.tree.map(lax.stop_gradient, call)
             chosen, reason = choose_engine(engine, call)
             report(HeadRun("linear_kl", chosen.name, reason, call.num_shards))
             found = head_values(chosen, call).lse
             assert found is not None, "every engine returns it"
-            return found
+            return found, chosen.sizes if isinstance(chosen, ChunkedEngine) else usual_sizes()
 
-        lses = lse(of_policy), lse(of_reference)
+        (of_ours, sizes), (of_theirs, _) = lse(of_policy), lse(of_reference)
         axes = of_policy.axes | of_reference.axes
-        return _divergence(rule, _over(of_policy, axes), _over(of_reference, axes), lses).reshape(tokens)
+        calls = _over(of_policy, axes), _over(of_reference, axes)
+        return _divergence(_Work(rule, sizes), *calls, (of_ours, of_theirs)).reshape(tokens)
 
     arrays = (hidden, weight, bias), (ref_hidden, ref_weight, ref_bias)
     return automatic_axes(run, *arrays, mask, out_specs=leading_spec(hidden, len(tokens)))
@@ -218,9 +219,9 @@ def _log_mixture(log_policy: Array, log_reference: Array, share: float) -> Array
 class _Loops:
     """The loops over blocks: vocabulary tiles outside, token chunks inside."""
 
-    def __init__(self, rule: Rule, policy: HeadCall, reference: HeadCall, lses: tuple[Array, Array]) -> None:
-        self.rule, self.policy, self.calls = rule, policy, (policy.masked(), reference.masked())
-        self.blocks = Blocks.of(TOKEN_CHUNK, VOCAB_TILE, policy.hidden.shape[0], policy.num_columns)
+    def __init__(self, work: "_Work", policy: HeadCall, reference: HeadCall, lses: tuple[Array, Array]) -> None:
+        self.rule, self.policy, self.calls = work.rule, policy, (policy.masked(), reference.masked())
+        self.blocks = Blocks.of(work.sizes, policy.hidden.shape[0], policy.num_columns)
         self.axes = union_of_varying_axes(policy.weight)
         self.dtypes = [_product_dtype(call) for call in self.calls]
         both = zip(self.calls, self.dtypes, strict=True)
@@ -310,31 +311,36 @@ def _product_dtype(call: HeadCall) -> jnp.dtype:
     return jnp.dtype(jnp.float32) if call.scaled else call.operand_dtype
 
 
+class _Work(NamedTuple):
+    rule: Rule
+    sizes: BlockSizes
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 @one_program
-def _divergence(rule: Rule, policy: HeadCall, reference: HeadCall, lses: tuple[Array, Array]) -> Array:
+def _divergence(work: _Work, policy: HeadCall, reference: HeadCall, lses: tuple[Array, Array]) -> Array:
     """The divergence at every token; the operands of `policy` have a gradient."""
-    return _forward(rule, policy, reference, lses)[0]
+    return _forward(work, policy, reference, lses)[0]
 
 
 @one_program
-def _forward(rule: Rule, policy: HeadCall, reference: HeadCall, lses: tuple[Array, Array]) -> tuple[Array, tuple]:
-    sums = _Loops(rule, policy, reference, lses).sums()
+def _forward(work: _Work, policy: HeadCall, reference: HeadCall, lses: tuple[Array, Array]) -> tuple[Array, tuple]:
+    sums = _Loops(work, policy, reference, lses).sums()
     return jnp.where(policy.targets.mask, sums.value, 0.0), (policy, reference, lses, sums.mean)
 
 
 def _differentiated(
-    rule: Rule, policy: HeadCall, reference: HeadCall, lses: tuple[Array, Array]
+    work: _Work, policy: HeadCall, reference: HeadCall, lses: tuple[Array, Array]
 ) -> tuple[Array, tuple]:
     require_checked_axes(policy.axis_name)
-    return _forward(rule, policy, reference, lses)
+    return _forward(work, policy, reference, lses)
 
 
 @one_program
-def _backward(rule: Rule, residuals: tuple, g: Array) -> tuple[HeadCall, None, None]:
+def _backward(work: _Work, residuals: tuple, g: Array) -> tuple[HeadCall, None, None]:
     policy, reference, lses, mean = residuals
     g = jnp.where(policy.targets.mask, g, 0.0)
-    gradients = _Loops(rule, policy, reference, lses).gradients(mean, g)
+    gradients = _Loops(work, policy, reference, lses).gradients(mean, g)
     return cotangents_of(policy, gradients), None, None
 
 

@@ -1,10 +1,13 @@
 """Specific to the chunked engine: its accumulators, and vocabularies much larger than a tile."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlogp.head import ChunkedEngine
+from jaxlogp.head import ChunkedEngine, GradientFilter
+from jaxlogp.head.chunked import blocks
 from jaxlogp.head.live_rows import live_rows, select_live
 from tests import oracle
 from tests.head import cases
@@ -28,6 +31,17 @@ def test_a_vocabulary_of_262144():
     data = cases.case((3,), hidden_size=8, vocab=262_144, dtypes=jnp.float32, seed=13)
     result, gradients = cases.run(data, ChunkedEngine(token_chunk=8, vocab_tile=60_000))
     cases.check(result, gradients, cases.expected(data), gradient_error=cases.FP32_GRADIENT_ERROR)
+
+
+def test_blocks_of_a_gpu_are_larger_unless_they_are_given_or_filtered(monkeypatch):
+    engines = ChunkedEngine(), ChunkedEngine(token_chunk=3), ChunkedEngine(vocab_tile=5)
+    filtered = ChunkedEngine(gradient_filter=GradientFilter())
+    assert [engine.sizes for engine in engines] == [(512, 2048), (3, 2048), (512, 5)]
+    of_a_gpu = SimpleNamespace(devices=lambda: [SimpleNamespace(platform="gpu")])
+    monkeypatch.setattr(blocks, "jax", of_a_gpu)
+    assert [engine.sizes for engine in engines] == [(8192, 4096), (3, 4096), (8192, 5)]
+    # Small blocks skip more.
+    assert filtered.sizes == (512, 2048)
 
 
 def test_live_rows_come_first_and_the_others_are_0_whatever_stands_behind():

@@ -1,9 +1,26 @@
 """Division of [tokens, vocab] into blocks of token chunks and vocabulary tiles."""
 
 import dataclasses
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
+
+
+class BlockSizes(NamedTuple):
+    """Tokens and vocabulary columns of a block."""
+
+    token_chunk: int
+    vocab_tile: int
+
+
+SMALL, OF_A_GPU = BlockSizes(512, 2048), BlockSizes(8192, 4096)
+
+
+def usual_sizes() -> BlockSizes:
+    """Returns the sizes for the default device: the products of small blocks leave most of a GPU idle."""
+    return OF_A_GPU if jax.devices()[0].platform == "gpu" else SMALL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,8 +33,8 @@ class Blocks:
     tile: int
 
     @classmethod
-    def of(cls, token_chunk: int, vocab_tile: int, tokens: int, vocab: int) -> "Blocks":
-        return cls(tokens, vocab, min(token_chunk, tokens), min(vocab_tile, vocab))
+    def of(cls, sizes: BlockSizes, tokens: int, vocab: int) -> "Blocks":
+        return cls(tokens, vocab, min(sizes.token_chunk, tokens), min(sizes.vocab_tile, vocab))
 
     @property
     def num_chunks(self) -> int:

@@ -36,7 +36,7 @@ from jaxlogp._stats import (
 )
 from jaxlogp.errors import is_positive_integer, require
 from jaxlogp.head.call import HeadCall, HeadGradients
-from jaxlogp.head.chunked.blocks import Blocks
+from jaxlogp.head.chunked.blocks import SMALL, Blocks, BlockSizes, usual_sizes
 from jaxlogp.head.chunked.one_pass import values_and_gradients
 from jaxlogp.head.engine import Engine, LossCotangents
 from jaxlogp.head.gradient_filter import GradientFilter, KeptBlocks, check_filter, kept_blocks, visits
@@ -57,23 +57,29 @@ class ChunkedEngine(Engine):
     Up to rounding, the result does not depend on the two sizes.
 
     Attributes:
-        token_chunk: tokens per block; all tokens if there are fewer.
-        vocab_tile: vocabulary columns per block; all columns if there are fewer.
+        token_chunk: tokens per block; all tokens if there are fewer. None: 512; on a GPU, without a gradient filter, 8192.
+        vocab_tile: vocabulary columns per block; all columns if there are fewer. None: 2048; likewise 4096.
         gradient_filter: None, or the rule by which blocks of the gradient are skipped. The result then depends on the two
             sizes, and smaller blocks (128 tokens, 256 columns) skip more.
     """
 
-    token_chunk: int = 512
-    vocab_tile: int = 2048
+    token_chunk: int | None = None
+    vocab_tile: int | None = None
     gradient_filter: GradientFilter | None = None
     name = "chunked"
 
     def __post_init__(self) -> None:
-        """Raises ``ValueError`` unless sizes are positive integers and the gradient filter is one or None."""
+        """Raises ``ValueError`` unless sizes are positive integers or None, and the gradient filter is one or None."""
         check_filter(self.gradient_filter)
         for argument in ("token_chunk", "vocab_tile"):
             value = getattr(self, argument)
-            require(is_positive_integer(value), argument, "an integer > 0", value)
+            require(value is None or is_positive_integer(value), argument, "an integer > 0, or None", value)
+
+    @property
+    def sizes(self) -> BlockSizes:
+        """The sizes of its blocks on the default device."""
+        usual = usual_sizes() if self.gradient_filter is None else SMALL
+        return BlockSizes(self.token_chunk or usual.token_chunk, self.vocab_tile or usual.vocab_tile)
 
     def forward(self, call: HeadCall) -> tuple[TokenLogProbs, _Kept]:
         """Computes statistics block by block."""
@@ -97,7 +103,7 @@ class ChunkedEngine(Engine):
     ) -> tuple[TokenLogProbs, HeadGradients]:
         """Runs :mod:`jaxlogp.head.chunked.one_pass`."""
         del old_log_probs
-        return values_and_gradients(call, cotangents, tokens, self.token_chunk)
+        return values_and_gradients(call, cotangents, tokens, self.sizes.token_chunk)
 
     def why_not_second_derivative(self) -> str | None:
         """Refuses a gradient filter."""
@@ -129,7 +135,7 @@ def _local_targets(column: Array, start: Array) -> Array:
 def _local_statistics(call: HeadCall, engine: ChunkedEngine) -> tuple[Any, Array | None]:
     """Statistics of this shard's columns per token, and for a filter the largest logits [tiles, chunks, chunk]."""
     hidden, weight, bias, spec = call.hidden, call.weight, call.bias, call.spec
-    blocks = Blocks.of(engine.token_chunk, engine.vocab_tile, hidden.shape[0], call.num_columns)
+    blocks = Blocks.of(engine.sizes, hidden.shape[0], call.num_columns)
     dtype, axes = call.operand_dtype, call.axes
     hidden_chunks, columns = blocks.chunks(hidden.astype(dtype), 0), blocks.chunks(call.targets.column, -1)
 
@@ -161,7 +167,7 @@ def _local_statistics(call: HeadCall, engine: ChunkedEngine) -> tuple[Any, Array
 
 def _counting_blocks(call: HeadCall, engine: ChunkedEngine, kept: _Kept, g: TokenLogProbs) -> Array:
     """Which blocks [tiles, chunks] are kept; the padding of the last chunk has no cotangent."""
-    blocks = Blocks.of(engine.token_chunk, engine.vocab_tile, call.hidden.shape[0], call.num_columns)
+    blocks = Blocks.of(engine.sizes, call.hidden.shape[0], call.num_columns)
     normaliser = Normaliser(blocks.chunks(kept.normaliser.max, 0), blocks.chunks(kept.normaliser.log_sum_exp, 0), None)
     cotangents = (None if x is None else blocks.chunks(x, 0) for x in (g.log_probs, g.entropy))
     # Floor division keeps -1, which is not a column, below every tile.
@@ -181,7 +187,7 @@ class _Backward:
         visited: KeptBlocks | None,
     ) -> None:
         self.call, self.visited = call, visited
-        self.blocks = blocks = Blocks.of(engine.token_chunk, engine.vocab_tile, call.hidden.shape[0], call.num_columns)
+        self.blocks = blocks = Blocks.of(engine.sizes, call.hidden.shape[0], call.num_columns)
         # The padding of the last chunk has hidden 0, cotangent 0 and a harmless normaliser, so it adds exact zeros.
         self.hidden = blocks.chunks(call.hidden.astype(call.operand_dtype), 0)
         self.columns = blocks.chunks(call.targets.column, -1)
