@@ -169,6 +169,7 @@ def validate(config: Config) -> MeshSpec:
     config.rollout.sampling_options(config.rollout.max_new_tokens or 1)
     _validate_support(config)
     _validate_lora(config)
+    _validate_exact_kl(config)
     config.resolved().optimizer.optimizer(config.schedule.steps)
     if config.invariant:
         _validate_invariant(config, mesh)
@@ -217,6 +218,18 @@ def _validate_unused(config: Config) -> None:
     same = config.reward.kl_coefficient > 0.0 or config.reward.kl_estimator == RewardConfig.kl_estimator
     expected = "no value without --reward.kl-coefficient"
     require(same, "--reward.kl-estimator", expected, config.reward.kl_estimator)
+
+
+def _validate_exact_kl(config: Config) -> None:
+    option, kind = "--loss.kl-estimator", config.loss.kl_estimator
+    if not config.loss.exact_kl:
+        return
+    expected = "k1, k2 or k3 with --rejection, which takes labels out of the loss, its KL included"
+    require(config.rejection == RejectionConfig(), option, expected, kind)
+    expected = "k1, k2 or k3 with --invariant, whose head has no divergence"
+    require(not config.invariant, option, expected, kind)
+    expected = "k1, k2 or k3 with --loss.on-support, whose policies have no other ids"
+    require(not config.resolved().loss.on_support, option, expected, kind)
 
 
 def _validate_source(config: Config) -> None:

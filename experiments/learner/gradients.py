@@ -22,7 +22,9 @@ from jaxtyping import Array, Float
 
 from experiments.learner.backend import CompiledSums, GradientBackend, LabelValues, StepGradient, add_gradients
 from experiments.learner.computed import has_effect
-from experiments.learner.objectives import NO_CONSTANTS, HeadPlacement, LossConstants, LossTerms, Objective
+from experiments.learner.exact_kl import ReferenceHead
+from experiments.learner.head_placement import HeadPlacement
+from experiments.learner.objectives import NO_CONSTANTS, LossConstants, LossTerms, Objective
 from experiments.learner.packing import GlobalMicroBatch, Packing
 from experiments.models.compiled_program import lower_program
 from experiments.models.mesh import TENSOR_AXIS, document_axis, ranks_here, token_axes, wait_if_simulated
@@ -67,18 +69,22 @@ class GspmdGradients(GradientBackend):
         return compiled._cache_size()
 
     def trace(self, params: nnx.State, padding: GlobalMicroBatch) -> None:
-        jax.eval_shape(self._sums, params, self._frozen, self._placed(padding), np.int32(0), NO_CONSTANTS)
+        jax.eval_shape(self._sums, params, self._frozen, self._placed(padding), np.int32(0), self._constants(params))
 
     def lower(self, params: nnx.State, padding: GlobalMicroBatch) -> Callable[[], CompiledSums]:
-        operands = (params, self._frozen, self._placed(padding), np.int32(0), NO_CONSTANTS)
-        compiled = lower_program(self._sums, *operands)
+        constants = self._constants(params)
+        compiled = lower_program(self._sums, params, self._frozen, self._placed(padding), np.int32(0), constants)
 
         def sums() -> CompiledSums:
             program = compiled()
-            beside = program.bytes_beside(bytes_a_device((params, self._frozen)))
+            beside = program.bytes_beside(bytes_a_device((params, self._frozen, constants.reference)))
             return CompiledSums((program,), beside, program.results[0])
 
         return sums
+
+    def _constants(self, params: nnx.State) -> LossConstants:
+        """Returns those of the shapes of a step."""
+        return NO_CONSTANTS._replace(reference=params if self._objective.reads_reference_head else None)
 
     def sums_waiting(self, rounds: int) -> int:
         return min(rounds - 1, 1)
@@ -144,9 +150,13 @@ class GspmdGradients(GradientBackend):
     def _of_micro_batch(
         self, params: nnx.State, frozen: nnx.State, batch: MicroBatch, version: Array, constants: LossConstants
     ) -> tuple[StepGradient, Float[Array, "R T"]]:
+        reference, constants = constants.reference, constants._replace(reference=None)
+        if reference is not None:
+            reference = ReferenceHead(*self._head_of((reference, frozen), batch)[:2])
+
         def global_sum(params):
-            out_specs, of_step = (P(), self._token_spec), (version, constants)
-            parts, log_probs = self._with_head(self._local_parts, (params, frozen), batch, out_specs, *of_step)
+            out_specs, further = (P(), self._token_spec), (reference, version, constants)
+            parts, log_probs = self._with_head(self._local_parts, (params, frozen), batch, out_specs, *further)
             return parts.loss.sum, (parts, log_probs)
 
         gradients, (parts, log_probs) = jax.grad(global_sum, has_aux=True)(params)
@@ -158,21 +168,28 @@ class GspmdGradients(GradientBackend):
     def _of_scoring(self, local, params: nnx.State, frozen: nnx.State, batch: MicroBatch) -> Array:
         return self._with_head(local, (params, frozen), batch, self._token_spec)
 
-    def _with_head(self, local, states: tuple[nnx.State, ...], batch: MicroBatch, out_specs: Any, *replicated):
+    def _with_head(self, local, states: tuple[nnx.State, ...], batch: MicroBatch, out_specs: Any, *further):
         """Runs ``local(head, hidden, weight, batch, ...)`` on every rank, from the hidden states of ``batch``."""
+        hidden, weight, head = self._head_of(states, batch)
+        of_head = ReferenceHead(self._token_spec, P(TENSOR_AXIS))
+        of_further = (of_head if isinstance(each, ReferenceHead) else P() for each in further)
+        mapped = jax.shard_map(
+            functools.partial(local, head),
+            mesh=self._mesh,
+            in_specs=(*of_head, jax.tree.map(self._spec_of, batch), *of_further),
+            out_specs=out_specs,
+        )
+        return mapped(hidden, weight, batch, *further)
+
+    def _head_of(self, states: tuple[nnx.State, ...], batch: MicroBatch) -> tuple[Array, Array, HeadPlacement]:
+        """Returns hidden states, and the head's weight in shards of the vocabulary."""
         model = nnx.merge(self._graph, *states)
         hidden = model.hidden_states(batch.tokens, batch.positions, batch.segment_ids)
         spec, weight = model.head()
         shards = default_shards(self._engine, weight.shape[0], self._mesh.shape[TENSOR_AXIS])
         spec = dataclasses.replace(spec, temperature=self._temperature)
         head = HeadPlacement(spec, TENSOR_AXIS, shards, self._engine, self._frozen_head)
-        mapped = jax.shard_map(
-            functools.partial(local, head),
-            mesh=self._mesh,
-            in_specs=(self._token_spec, P(TENSOR_AXIS), jax.tree.map(self._spec_of, batch), *(P() for _ in replicated)),
-            out_specs=out_specs,
-        )
-        return mapped(hidden, shards.shard_rows(weight), batch, *replicated)
+        return hidden, shards.shard_rows(weight), head
 
     def _local_parts(
         self,
@@ -180,13 +197,14 @@ class GspmdGradients(GradientBackend):
         hidden: Array,
         weight: Array,
         batch: MicroBatch,
+        reference: ReferenceHead | None,
         version: Array,
         constants: LossConstants,
     ) -> tuple[LossTerms, Float[Array, "R T"]]:
         batch = self._with_own_support(batch)
         with record_head_runs() as runs, jax.named_scope("head"):
             operands = (hidden, weight, batch, version, constants)
-            (loss, terms, drift), log_probs = self._objective.from_hidden(*operands, head)
+            (loss, terms, drift), log_probs = self._objective.from_hidden(*operands, head, reference)
         self.head_run = runs[0]
         axes = self._token_axes
         return LossTerms(loss.psum(axes), terms.psum(axes), lax.pmax(drift, axes)), log_probs

@@ -91,7 +91,8 @@ class Learner:
         self._backend, self._objective, self._temperature = backend, objective, temperature
         self._labels = {"vocab": backend.vocab, **labels}
         self._skips, self._selection, self._key = skips, selection, jax.random.key(seed)
-        self.packing, self.keeps_reference = packing, keeps_reference or objective.needs_reference
+        reads_reference = objective.needs_reference or objective.reads_reference_head
+        self.packing, self.keeps_reference = packing, keeps_reference or reads_reference
         self._scored_packing = replace(packing, columns=())
         reference = (REFERENCE_COLUMN,) if objective.needs_reference else ()
         self._selected_packing = replace(packing, columns=reference)
@@ -149,6 +150,8 @@ class Learner:
         constants = self._objective.constants(documents)
         if self.entropy_coefficient is not None:
             constants = constants._replace(entropy_scale=np.asarray(self.entropy_coefficient, np.float32))
+        if self._objective.reads_reference_head:
+            constants = constants._replace(reference=self.reference)
         observed: list[tuple[GlobalMicroBatch, LabelValues]] = []
         observe = (lambda *each: observed.append(each)) if report_drift else None
         of_step = (self.version, constants, observe)

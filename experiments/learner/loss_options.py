@@ -13,8 +13,10 @@ from experiments.options import OneOf, option_errors, option_name
 from jaxlogp import losses
 from jaxlogp.errors import require
 from jaxlogp.head import ChunkedEngine, GradientFilter, HopperEngine
+from jaxlogp.head.divergence import KINDS
 from jaxlogp.head.registry import EngineChoice
 from jaxlogp.losses import Correction, PolicyLoss, Rejection
+from jaxlogp.losses.ratios import KL_ESTIMATORS
 from jaxlogp.policy.algorithms import ADVANTAGES, ALGORITHMS, Algorithm, find_algorithm
 
 
@@ -64,8 +66,9 @@ class LossConfig:
     """Weight of each label and divisor of the sum: labels, documents, document_mean or constant_length."""
     kl_coefficient: float | None = None
     """Weight of the KL to a reference, the policy after the warm start."""
-    kl_estimator: str | None = None
-    """Estimator of the KL: k1, k2 or k3."""
+    kl_estimator: Annotated[str | None, OneOf(*KL_ESTIMATORS, *KINDS)] = None
+    """Estimator of the KL from the tokens drawn: k1, k2 or k3.
+    Or a divergence over the whole vocabulary, as of linear_kl: reverse (that KL), forward or jensen_shannon."""
     kl_unbiased: bool | None = None
     """Weigh the KL by the ratio to the policy that sampled, which makes its gradient that of the KL (DeepSeek-V3.2)."""
     reference_every: int | None = None
@@ -165,6 +168,9 @@ class LossConfig:
             require(self.reduction == "constant_length", "--loss.length", expected, self.length)
         if "length" in parameters:
             given["length"] = length
+        if self.exact_kl:
+            # Its part of the loss is none of the library's (`ExactKL`), which takes the coefficient alone.
+            del given["kl_estimator"]
         with option_errors("loss"):
             loss = preset(**given)
             if self.ratio is not None:
@@ -177,7 +183,14 @@ class LossConfig:
         require(single, "--loss.top-entropy", expected, self.top_entropy)
         for name, value in self._given(("kl_estimator", "kl_unbiased")).items():
             require(self.has_kl(loss), option_name(f"loss.{name}"), "None without --loss.kl-coefficient", value)
+        expected = f"None with --loss.kl-estimator {self.kl_estimator}, which no token drawn estimates"
+        require(not (self.exact_kl and self.kl_unbiased), "--loss.kl-unbiased", expected, self.kl_unbiased)
         return loss
+
+    @property
+    def exact_kl(self) -> bool:
+        """Whether the KL is over the whole vocabulary, instead of estimated from the tokens drawn."""
+        return self.kl_estimator in KINDS
 
     def has_kl(self, loss: PolicyLoss) -> bool:
         """Returns whether a KL is asked for; a coefficient of 0 may be one of several that are tried."""

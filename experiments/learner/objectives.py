@@ -5,21 +5,23 @@ An objective has two forms of the same loss, for the two kinds of sums: `from_hi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from experiments.learner.exact_kl import ExactKL, ReferenceHead
+from experiments.learner.head_placement import HeadPlacement
 from experiments.learner.selection import PENALIZED_COLUMN, label_mask, padded_labels
 from jaxlogp import (
     Document,
     MicroBatch,
     PolicyMetricTerms,
     TokenLogProbs,
-    VocabShards,
     WeightedSum,
     linear_log_probs,
     linear_policy_loss,
@@ -30,8 +32,6 @@ from jaxlogp import (
     staleness_terms,
     weighted_sum,
 )
-from jaxlogp.head import HeadSpec
-from jaxlogp.head.registry import EngineChoice
 from jaxlogp.losses import Correction, PolicyLoss, correction_weight_sum
 from jaxlogp.losses.reductions import needs_documents
 from jaxlogp.policy.documents import SAMPLER_COLUMN
@@ -47,45 +47,35 @@ class LossTerms(NamedTuple):
 
 
 class LossConstants(NamedTuple):
-    """Numbers of the loss that all micro-batches of a step share, known before the first: arguments of their program.
+    """What all micro-batches of a step share, known before the first: arguments of their program.
 
     `mean_weight` is the mean of the correction's weights over all labels, for a correction that normalizes, and
-    `entropy_scale` a factor of the entropy coefficient.
+    `entropy_scale` a factor of the entropy coefficient. `reference` are parameters of the reference for an objective that
+    reads its head.
     """
 
     mean_weight: Float[np.ndarray, ""] | Array = np.ones((), np.float32)
     entropy_scale: Float[np.ndarray, ""] | Array = np.ones((), np.float32)
+    reference: nnx.State | None = None
 
 
 NO_CONSTANTS = LossConstants()
 """Those of a loss that reads none."""
 
 
-class HeadPlacement(NamedTuple):
-    """The head's arithmetic, where its vocabulary lies, and what computes it; a frozen head has no gradient."""
-
-    spec: HeadSpec
-    axis_name: str
-    vocab: VocabShards
-    engine: EngineChoice
-    frozen: bool = False
-
-    def keywords(self) -> dict[str, Any]:
-        """Returns the keywords of `jaxlogp.linear_log_probs`."""
-        place = {"axis_name": self.axis_name, "vocab": self.vocab, "engine": self.engine, "frozen_head": self.frozen}
-        return {**self.spec.keywords(), **place}
-
-
 class Objective(Protocol):
     """A loss that a step can minimise.
 
     `from_log_probs` reads entropies if `with_entropy`; documents bring log-probs of the reference if `needs_reference`.
+    One that `reads_reference_head` has `from_hidden` alone, and gets it there.
     """
 
     @property
     def with_entropy(self) -> bool: ...
     @property
     def needs_reference(self) -> bool: ...
+    @property
+    def reads_reference_head(self) -> bool: ...
 
     def constants(self, documents: Sequence[Document]) -> LossConstants:
         """Returns the numbers that the loss of a step takes from all its documents."""
@@ -101,6 +91,7 @@ class Objective(Protocol):
         version: Array,
         constants: LossConstants,
         head: HeadPlacement,
+        reference: ReferenceHead | None = None,
     ) -> tuple[LossTerms, Float[Array, "R T"]]:
         """Computes the terms from hidden states and the head's weight, and the log-probs of the labels, 0 elsewhere."""
 
@@ -116,6 +107,7 @@ class CrossEntropy(Objective):
 
     with_entropy = False
     needs_reference = False
+    reads_reference_head = False
 
     def constants(self, documents: Sequence[Document]) -> LossConstants:
         del documents
@@ -132,7 +124,9 @@ class CrossEntropy(Objective):
         version: Int[Array, ""],
         constants: LossConstants,
         head: HeadPlacement,
+        reference: ReferenceHead | None = None,
     ) -> tuple[LossTerms, Float[Array, "R T"]]:
+        del reference
         values = linear_log_probs(hidden, weight, batch.targets, mask=batch.mask, **head.keywords())
         return self.from_log_probs(values, batch, version, constants), values.log_probs
 
@@ -151,13 +145,14 @@ class PolicyObjective(Objective):
     """A policy loss of `jaxlogp.losses`, with its metrics at a level of `policy_metric_terms`.
 
     The mesh axis `document_axis` splits documents. With `scales_entropy` the entropy coefficient is multiplied by
-    `LossConstants.entropy_scale`.
+    `LossConstants.entropy_scale`. `exact_kl` is added to a loss that has no KL itself.
     """
 
     loss: PolicyLoss
     metrics: str
     document_axis: str | None = None
     scales_entropy: bool = False
+    exact_kl: ExactKL | None = None
 
     @property
     def with_entropy(self) -> bool:
@@ -166,6 +161,10 @@ class PolicyObjective(Objective):
     @property
     def needs_reference(self) -> bool:
         return self.loss.kl_coefficient != 0.0
+
+    @property
+    def reads_reference_head(self) -> bool:
+        return self.exact_kl is not None
 
     def constants(self, documents: Sequence[Document]) -> LossConstants:
         correction = self.loss.correction
@@ -185,6 +184,7 @@ class PolicyObjective(Objective):
         version: Int[Array, ""],
         constants: LossConstants,
         head: HeadPlacement,
+        reference: ReferenceHead | None = None,
     ) -> tuple[LossTerms, Float[Array, "R T"]]:
         columns, further = batch.per_token, self._further(batch, constants)
         loss, values = linear_policy_loss(
@@ -201,7 +201,15 @@ class PolicyObjective(Objective):
         )
         # Metrics reduce them by pmax, which JAX cannot differentiate.
         values = lax.stop_gradient(values)
-        return self._with_metrics(loss, values, batch, version, further), values.log_probs
+        found = self._with_metrics(loss, values, batch, version, further)
+        if self.exact_kl is not None:
+            assert reference is not None, "it reads the reference's head"
+            documents = {name: further[name] for name in ("document_ids", "num_documents", "document_axis_name")}
+            operands = hidden, weight, reference, batch, head, self.loss
+            part, terms = self.exact_kl.terms(*operands, **documents)
+            terms = found.terms if self.metrics == "none" else found.terms | terms
+            found = found._replace(loss=replace(loss, sum=loss.sum + part.sum), terms=terms)
+        return found, values.log_probs
 
     def from_log_probs(
         self, values: TokenLogProbs, batch: MicroBatch, version: Int[Array, ""], constants: LossConstants

@@ -16,6 +16,7 @@ from experiments.experience.own_source import OwnSource
 from experiments.experience.prompts import LengthLimits, PromptStream
 from experiments.experience.rollouts import Rollouts
 from experiments.experience.stored import read_documents
+from experiments.learner.exact_kl import ExactKL
 from experiments.learner.learner import Learner
 from experiments.learner.model_source import ModelSource
 from experiments.learner.objectives import CrossEntropy, PolicyObjective
@@ -154,7 +155,10 @@ def _policy_objective(base: Inference) -> PolicyObjective:
     # What a source of one's own draws may be as long as a row.
     longest = base.sizes.completion if base.config.source is None else base.sizes.row
     config, scales = base.config, base.config.loss.entropy_target is not None
-    return PolicyObjective(config.policy_loss(longest), config.loss.metrics, document_axis(base.mesh), scales)
+    loss, exact = config.policy_loss(longest), None
+    if config.loss.exact_kl and config.loss.kl_estimator is not None:
+        loss, exact = ExactKL.in_place_of(loss, config.loss.kl_estimator)
+    return PolicyObjective(loss, config.loss.metrics, document_axis(base.mesh), scales, exact)
 
 
 def _built_in_source(base: Inference) -> ExperienceSource:

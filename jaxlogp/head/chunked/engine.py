@@ -73,7 +73,7 @@ class ChunkedEngine(Engine):
         check_filter(self.gradient_filter)
         for argument in ("token_chunk", "vocab_tile"):
             value = getattr(self, argument)
-            require(value is None or is_positive_integer(value), argument, "an integer > 0, or None", value)
+            require(value is None or is_positive_integer(value), argument, "an integer > 0", value)
 
     @property
     def sizes(self) -> BlockSizes:

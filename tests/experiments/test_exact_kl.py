@@ -1,0 +1,143 @@
+"""A KL over the whole vocabulary in the loss: its value and gradient against a walk over documents in float64."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments.config import LossConfig, RejectionConfig, validate
+from experiments.loop.assemble import assemble
+from jaxlogp import Document
+from tests import oracle
+from tests.experiments.decoder_oracle import oracle_forward
+from tests.experiments.tiny import TINY, tiny
+
+KINDS = ("reverse", "forward", "jensen_shannon")
+COEFFICIENT, VOCAB, COUNT = 0.3, 24, 12
+
+
+def options(kind, **changes):
+    return {"name": "dapo", "kl_coefficient": COEFFICIENT, "kl_estimator": kind, **changes}
+
+
+def documents(advantage):
+    """Old log-probs of any value. The third has no label."""
+    random, made = np.random.default_rng(0), []
+    for number in range(COUNT):
+        tokens = random.integers(0, VOCAB, random.integers(4, 12)).astype(np.int32)
+        labels = np.arange(tokens.size) >= (tokens.size if number == 2 else 2)
+        made.append(Document(tokens, labels, np.float32(advantage), np.full(labels.sum(), -3.0, np.float32)))
+    return made
+
+
+def moved(params, seed, size):
+    """Every number of the parameters moved by about `size`, in float64, and the moves."""
+    random = np.random.default_rng(seed)
+    moves = [random.normal(0.0, size, leaf.shape) for leaf in jax.tree.leaves(params)]
+    return jax.tree.unflatten(jax.tree.structure(params), moves)
+
+
+def plus(params, moves, share=1.0):
+    return jax.tree.map(lambda x, move: np.float64(x) + share * move, params, moves)
+
+
+def wanted(params, reference, made, decoder, kind):
+    """The divergences of all labels, by document."""
+
+    def logits(params, tokens):
+        pure = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
+        return oracle_forward(pure, tokens, decoder) @ np.float64(pure["lm_head"]["weight"]).T
+
+    found = []
+    for each in made:
+        both = (logits(state, each.tokens)[np.flatnonzero(each.labels) - 1] for state in (params, reference))
+        found.append(oracle.divergence(*both, kind))
+    return found
+
+
+def learner_apart(kind, mesh=""):
+    """A learner whose reference is apart from its policy."""
+    changes = {"warm_start": {"max_steps": 0}, "evaluation": {"kl": False}, "loss": options(kind)}
+    setup = assemble(tiny("unused", "unused", mesh=mesh, **changes))
+    learner = setup.learner
+    learner.keep_reference()
+    apart = plus(jax.device_get(learner.state.params), moved(learner.state.params, 1, 0.1))
+    learner.reference = jax.tree.map(
+        lambda x, like: jax.device_put(jnp.float32(x), like.sharding), apart, learner.reference
+    )
+    return setup, learner
+
+
+class Sums(Exception):
+    """Those of a step, in place of its update."""
+
+
+def sums_of_step(learner, advantage):
+    with pytest.raises(Sums) as found:
+        learner.step(documents(advantage))
+    return found.value.args[0]
+
+
+CASES = (
+    ("reverse", ""),
+    ("forward", ""),
+    ("jensen_shannon", ""),
+    ("reverse", "fsdp=2,tensor=2"),
+    ("forward", "sequence=2"),
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.costly) for case in CASES[1:])]
+)
+def test_value_and_gradient_of_a_step_against_float64(kind, mesh, monkeypatch):
+    setup, learner = learner_apart(kind, mesh)
+    assert "reference" in learner.saved().arrays
+    monkeypatch.setattr(learner, "_update", lambda state, total, further: (_ for _ in ()).throw(Sums(total.sums)))
+    params, reference = (jax.device_get(state) for state in (learner.state.params, learner.reference))
+    made, decoder = documents(0.0), setup.model.decoder
+    by_document = wanted(params, reference, made, decoder, kind)
+    labels = np.concatenate(by_document)
+    assert labels.min() > 1e-3
+    # Along a line through the parameters, by a difference whose error is the square of the distance.
+    line, step = moved(params, 2, 1.0), 1e-5
+    sides = (wanted(plus(params, line, share), reference, made, decoder, kind) for share in (step, -step))
+    ahead, behind = (np.concatenate(side).sum() for side in sides)
+    # The objective of advantages of 0 is 0.
+    gradient = jax.device_get(sums_of_step(learner, 0.0).gradients)
+    pairs = zip(*map(jax.tree.leaves, (gradient, line)), strict=True)
+    along = sum(np.vdot(np.float64(mine), move) for mine, move in pairs)
+    # fp32 sums of a hundred labels.
+    np.testing.assert_allclose(along, COEFFICIENT * (ahead - behind) / (2 * step), rtol=1e-4)
+    finished = sums_of_step(learner, 1.0).finish()
+    metrics = finished.metrics
+    assert metrics["loss_objective"] < -0.1
+    np.testing.assert_allclose(finished.loss - metrics["loss_objective"], COEFFICIENT * labels.mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss_kl"], COEFFICIENT * labels.mean(), rtol=1e-5)
+    means = [np.mean(each) for each in by_document if each.size]
+    np.testing.assert_allclose(metrics["kl_new_ref_labelled"], np.mean(means), rtol=1e-5)
+
+
+@pytest.mark.bad_input
+def test_what_has_no_such_divergence_refuses_it_by_name():
+    def check(words, **changes):
+        sections = {"loss": LossConfig(**options("reverse", **changes.pop("loss", {})))}
+        with pytest.raises(ValueError, match=f"^{words}"):
+            validate(dataclasses.replace(TINY, **sections, **changes))
+
+    expected = "--loss.kl-estimator: expected k1, k2 or k3 with "
+    check(expected + "--rejection, .* got reverse$", rejection=RejectionConfig(veto=0.1))
+    check(expected + "--invariant, .* got reverse$", invariant=True)
+    rollout = dataclasses.replace(TINY.rollout, top_p=0.9)
+    check(expected + "--loss.on-support, .* got reverse$", rollout=rollout)
+    check(
+        "--loss.kl-unbiased: expected None with --loss.kl-estimator reverse, .* got True$", loss={"kl_unbiased": True}
+    )
+    check(
+        "--loss.kl-estimator: expected None without --loss.kl-coefficient, got reverse$", loss={"kl_coefficient": None}
+    )
+    expected = "--loss.skip-zero-advantages: expected None or False for loss 'dapo'"
+    check(expected, loss={"skip_zero_advantages": True})
