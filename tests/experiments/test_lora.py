@@ -132,7 +132,8 @@ def test_merged_weights_are_the_sum_rounded_once(dtype):
 
 SMALL = {
     "task": "comparison:1", "rollout": {"prompts_per_rollout": 4, "num_generations": 2, "max_new_tokens": 3},
-    "loss": {"kl_coefficient": 0.01, "kl_estimator": "reverse"}, "evaluation": {"num_prompts": 4}, "lora": {"rank": RANK, "alpha": ALPHA},
+    "loss": {"kl_coefficient": 0.01, "kl_estimator": "reverse"},
+    "evaluation": {"num_prompts": 4}, "lora": {"rank": RANK, "alpha": ALPHA},
     "optimizer": {"learning_rate": 3e-2}, "warm_start": {"max_steps": 0},
     "schedule": {"docs_per_step": 8, "rows": 8, "row_length": 16, "steps": 2}, "checkpoint": {"every": 1},
 }  # fmt: skip
