@@ -156,6 +156,9 @@ def validate(config: Config) -> MeshSpec:
     loss = config.policy_loss(1)
     config.loss.selection()
     config.loss.entropy_control()
+    learns = config.loss.advantages != "none" or not loss.vanishes_without_advantage
+    expected = "others for a loss that has no KL and no entropy bonus, where no document would learn"
+    require(learns, "--loss.advantages", expected, "none")
     if config.loss.moving_reference() is not None:
         has_kl = config.loss.has_kl(loss) or config.reward.kl_coefficient > 0.0
         expected = "None without --loss.kl-coefficient or --reward.kl-coefficient"

@@ -43,6 +43,7 @@ EXPECTED = {
     "batch_baseline": over_labels(CENTRED),
     "active_group": CENTRED,
     "decoupled": DECOUPLED / (DECOUPLED.std(ddof=1) + 1e-4),
+    "none": 0.0 * WIDE,
 }
 
 

@@ -10,7 +10,7 @@ from experiments.invariant.leaf_sampler import InvariantSampler
 from experiments.invariant.leaf_sums import LeafSums
 from experiments.invariant.options import InvarianceConfig, head_here
 from experiments.learner.backend import BaseBackend
-from experiments.learner.model_source import ModelSource
+from experiments.learner.model_source import ModelParts, ModelSource
 from experiments.learner.objectives import Objective
 from experiments.learner.replicas import Replicas
 from experiments.models.mesh import TENSOR_AXIS, num_ranks
@@ -71,7 +71,8 @@ class InvariantBackend(BaseBackend):
         """Puts arrays unsharded on one device of each process."""
         return on_device(tree, self._state_device)
 
-    def _make_gradients(self, objective: Objective, temperature: float) -> LeafSums:
+    def _make_gradients(self, objective: Objective, temperature: float, teacher: ModelParts | None) -> LeafSums:
+        assert teacher is None, "it has been refused"
         return LeafSums(self._leaf_programs(temperature, self.mesh), objective)
 
     def make_sampler(self, options: SamplingOptions, row_length: int) -> InvariantSampler:

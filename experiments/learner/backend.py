@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from experiments.learner.model_source import ModelParts
 from experiments.learner.objectives import NO_CONSTANTS, LossConstants, Objective
 from experiments.learner.packing import GlobalMicroBatch, Packing
 from experiments.learner.replicas import Replicas
@@ -97,8 +98,11 @@ class Backend(Protocol):
     def place(self, tree: Any) -> Any:
         """Puts parameters, or an optimizer's state for them, where the sums need them."""
 
-    def gradients(self, objective: Objective, temperature: float) -> GradientBackend:
-        """Returns the sums for an objective: each time the same object, whose programs are compiled once."""
+    def gradients(self, objective: Objective, temperature: float, teacher: ModelParts | None = None) -> GradientBackend:
+        """Returns the sums for an objective: each time the same object, whose programs are compiled once.
+
+        `teacher` is the model whose parameters are the reference, if that is no policy of the run.
+        """
 
 
 class BaseBackend(Backend):
@@ -114,13 +118,13 @@ class BaseBackend(Backend):
         assert params is not None, "they are given away once"
         return params
 
-    def gradients(self, objective: Objective, temperature: float) -> GradientBackend:
+    def gradients(self, objective: Objective, temperature: float, teacher: ModelParts | None = None) -> GradientBackend:
         key = objective, temperature
         if key not in self._gradients:
-            self._gradients[key] = self._make_gradients(objective, temperature)
+            self._gradients[key] = self._make_gradients(objective, temperature, teacher)
         return self._gradients[key]
 
-    def _make_gradients(self, objective: Objective, temperature: float) -> GradientBackend:
+    def _make_gradients(self, objective: Objective, temperature: float, teacher: ModelParts | None) -> GradientBackend:
         raise NotImplementedError
 
 

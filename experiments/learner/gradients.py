@@ -24,6 +24,7 @@ from experiments.learner.backend import CompiledSums, GradientBackend, LabelValu
 from experiments.learner.computed import has_effect
 from experiments.learner.exact_kl import ReferenceHead
 from experiments.learner.head_placement import HeadPlacement
+from experiments.learner.model_source import ModelParts
 from experiments.learner.objectives import NO_CONSTANTS, LossConstants, LossTerms, Objective
 from experiments.learner.packing import GlobalMicroBatch, Packing
 from experiments.models.compiled_program import lower_program
@@ -50,6 +51,7 @@ class GspmdGradients(GradientBackend):
         accumulate: str = "float32",
         frozen: nnx.State | None = None,
         frozen_head: bool = False,
+        teacher: ModelParts | None = None,
     ) -> None:
         self._graph, self._mesh, self._objective = graph, mesh, objective
         rows, sequence = token_axes(mesh)
@@ -57,6 +59,7 @@ class GspmdGradients(GradientBackend):
         self._token_axes = rows + sequence
         self._ranks_here = ranks_here(mesh)
         self._frozen, self._frozen_head = nnx.State({}) if frozen is None else frozen, frozen_head
+        self._teacher = teacher
         self._temperature, self._engine, self._accumulate = temperature, engine, jnp.dtype(accumulate)
         self._sums = jax.jit(self._of_micro_batch)
         self._score = jax.jit(functools.partial(self._of_scoring, self._local_log_probs))
@@ -84,7 +87,9 @@ class GspmdGradients(GradientBackend):
 
     def _constants(self, params: nnx.State) -> LossConstants:
         """Returns those of the shapes of a step."""
-        return NO_CONSTANTS._replace(reference=params if self._objective.reads_reference_head else None)
+        if not self._objective.reads_reference_head:
+            return NO_CONSTANTS
+        return NO_CONSTANTS._replace(reference=params if self._teacher is None else self._teacher.params)
 
     def sums_waiting(self, rounds: int) -> int:
         return min(rounds - 1, 1)
@@ -150,9 +155,11 @@ class GspmdGradients(GradientBackend):
     def _of_micro_batch(
         self, params: nnx.State, frozen: nnx.State, batch: MicroBatch, version: Array, constants: LossConstants
     ) -> tuple[StepGradient, Float[Array, "R T"]]:
-        reference, constants = constants.reference, constants._replace(reference=None)
-        if reference is not None:
-            reference = ReferenceHead(*self._head_of((reference, frozen), batch)[:2])
+        reference = None
+        if constants.reference is not None:
+            graph, rest = (self._graph, frozen) if self._teacher is None else self._teacher[::2]
+            hidden, weight, head = self._head_of((graph, constants.reference, rest), batch)
+            reference, constants = ReferenceHead(hidden, weight, head.spec), constants._replace(reference=None)
 
         def global_sum(params):
             out_specs, further = (P(), self._token_spec), (reference, version, constants)
@@ -170,9 +177,9 @@ class GspmdGradients(GradientBackend):
 
     def _with_head(self, local, states: tuple[nnx.State, ...], batch: MicroBatch, out_specs: Any, *further):
         """Runs ``local(head, hidden, weight, batch, ...)`` on every rank, from the hidden states of ``batch``."""
-        hidden, weight, head = self._head_of(states, batch)
-        of_head = ReferenceHead(self._token_spec, P(TENSOR_AXIS))
-        of_further = (of_head if isinstance(each, ReferenceHead) else P() for each in further)
+        hidden, weight, head = self._head_of((self._graph, *states), batch)
+        of_head = self._token_spec, P(TENSOR_AXIS)
+        of_further = (ReferenceHead(*of_head, x.spec) if isinstance(x, ReferenceHead) else P() for x in further)
         mapped = jax.shard_map(
             functools.partial(local, head),
             mesh=self._mesh,
@@ -181,9 +188,9 @@ class GspmdGradients(GradientBackend):
         )
         return mapped(hidden, weight, batch, *further)
 
-    def _head_of(self, states: tuple[nnx.State, ...], batch: MicroBatch) -> tuple[Array, Array, HeadPlacement]:
-        """Returns hidden states, and the head's weight in shards of the vocabulary."""
-        model = nnx.merge(self._graph, *states)
+    def _head_of(self, parts: tuple[Any, ...], batch: MicroBatch) -> tuple[Array, Array, HeadPlacement]:
+        """Returns hidden states, and the head's weight in shards of the vocabulary, of a model taken apart."""
+        model = nnx.merge(*parts)
         hidden = model.hidden_states(batch.tokens, batch.positions, batch.segment_ids)
         spec, weight = model.head()
         shards = default_shards(self._engine, weight.shape[0], self._mesh.shape[TENSOR_AXIS])

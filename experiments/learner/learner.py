@@ -17,6 +17,7 @@ from experiments.learner.computed import of_all
 from experiments.learner.diagnosis import check_documents, explain_refusal
 from experiments.learner.drift import StepDrift, measure_drift
 from experiments.learner.entropy_control import EntropyControl
+from experiments.learner.model_source import ModelParts
 from experiments.learner.moving_reference import MovingReference
 from experiments.learner.objectives import Objective
 from experiments.learner.optimizers import Optimizer
@@ -68,7 +69,8 @@ class Learner:
     penalized; None takes all alike. Its keys follow from `seed` and `version`. `entropy_control` rules the coefficient of
     the entropy bonus, which the objective takes as `entropy_scale`; None for a constant bonus. `keeps_reference` keeps a
     copy of the parameters of the last `begin` for `kl_to_reference`, even if the objective has no KL; `moving_reference`
-    lets it follow the policy. `labels` are `reduction` and `dtype` of drift reports.
+    lets it follow the policy. The reference of an objective that reads its head is `teacher`, if there is one.
+    `labels` are `reduction` and `dtype` of drift reports.
     """
 
     def __init__(
@@ -86,19 +88,21 @@ class Learner:
         seed: int = 0,
         keeps_reference: bool = False,
         moving_reference: MovingReference | None = None,
+        teacher: ModelParts | None = None,
         labels: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._backend, self._objective, self._temperature = backend, objective, temperature
         self._labels = {"vocab": backend.vocab, **labels}
         self._skips, self._selection, self._key = skips, selection, jax.random.key(seed)
-        reads_reference = objective.needs_reference or objective.reads_reference_head
+        self.teacher = teacher
+        reads_reference = objective.needs_reference or objective.reads_reference_head and teacher is None
         self.packing, self.keeps_reference = packing, keeps_reference or reads_reference
         self._scored_packing = replace(packing, columns=())
         reference = (REFERENCE_COLUMN,) if objective.needs_reference else ()
         self._selected_packing = replace(packing, columns=reference)
         penalized = () if selection is None or selection.column is None else (selection.column,)
         self._step_packing = replace(packing, columns=(*packing.columns, *reference, *penalized))
-        self.gradients = backend.gradients(objective, temperature)
+        self.gradients = backend.gradients(objective, temperature, teacher)
         self._update = Update(optimizer, backend.place, self.gradients.compiler_options)
         self.state = self._update.init(params)
         self.reference: nnx.State | None = None
@@ -151,7 +155,8 @@ class Learner:
         if self.entropy_coefficient is not None:
             constants = constants._replace(entropy_scale=np.asarray(self.entropy_coefficient, np.float32))
         if self._objective.reads_reference_head:
-            constants = constants._replace(reference=self.reference)
+            reference = self.reference if self.teacher is None else self.teacher.params
+            constants = constants._replace(reference=reference)
         observed: list[tuple[GlobalMicroBatch, LabelValues]] = []
         observe = (lambda *each: observed.append(each)) if report_drift else None
         of_step = (self.version, constants, observe)
@@ -226,6 +231,8 @@ class Learner:
             counters["entropy_coefficient"] = self.entropy_coefficient
         if self._moving_reference is not None:
             counters["reference_age"] = self._reference_age
+        if self.teacher is not None:
+            counters["teacher"] = self._teacher_fingerprint
         return LearnerState(self._arrays(), counters)
 
     def template(self) -> dict[str, Any]:
@@ -236,6 +243,8 @@ class Learner:
     def restore(self, arrays: Mapping[str, Any], counters: Mapping[str, Any]) -> None:
         """Takes over what `saved` returned; ValueError if what is not trained differs."""
         require_same_frozen(counters, self._backend.frozen)
+        same = self.teacher is None or counters["teacher"] == self._teacher_fingerprint
+        require(same, "teacher", "the parameters that the run began with", "others")
         params, opt_state = self.state.params, self.state.opt_state
         opt_leaves = [leaf for _, leaf in sorted(arrays["opt_state"].items())]
         opt_state = jax.tree.unflatten(jax.tree.structure(opt_state), opt_leaves)
@@ -247,6 +256,11 @@ class Learner:
             self.entropy_coefficient = counters["entropy_coefficient"]
         if self._moving_reference is not None:
             self._reference_age = counters["reference_age"]
+
+    @functools.cached_property
+    def _teacher_fingerprint(self) -> list[int]:
+        assert self.teacher is not None, "the run has one"
+        return fingerprint(self.teacher.params)
 
     def _arrays(self) -> dict[str, Any]:
         leaves = jax.tree.leaves(self.state.opt_state)

@@ -71,6 +71,9 @@ class LossConfig:
     Or a divergence over the whole vocabulary, as of linear_kl: reverse (that KL), forward or jensen_shannon."""
     kl_unbiased: bool | None = None
     """Weigh the KL by the ratio to the policy that sampled, which makes its gradient that of the KL (DeepSeek-V3.2)."""
+    teacher: str | None = None
+    """Hugging Face directory or GGUF file of a model that the KL is measured from, instead of the policy's beginning:
+    distillation. It has the policy's token ids. With --loss.kl-estimator reverse, forward or jensen_shannon."""
     reference_every: int | None = None
     """Updates after which the reference moves to the policy, over and over. None: it stays."""
     reference_share: float | None = None
@@ -90,7 +93,8 @@ class LossConfig:
     """Advantages of completions (docs/losses.md). None: those of the algorithm.
     In a group: group (minus its mean, divided by its deviation), centred (not divided), leave_one_out, length_weighted.
     Against a greedy completion of each prompt: greedy_baseline.
-    Over a rollout: batch_scaled, batch, batch_baseline, active_group, decoupled (each of --reward.functions by itself)."""
+    Over a rollout: batch_scaled, batch, batch_baseline, active_group, decoupled (each of --reward.functions by itself).
+    Or none: 0, which leaves the other parts of the loss, such as the KL to a --loss.teacher."""
     skip_zero_advantages: bool | None = None
     """Count documents whose advantages are all 0 in the divisor of the loss, and do not compute them.
     Their gradient is exactly 0. Metrics that need the policy's log-probs are then named computed/...
@@ -185,6 +189,11 @@ class LossConfig:
             require(self.has_kl(loss), option_name(f"loss.{name}"), "None without --loss.kl-coefficient", value)
         expected = f"None with --loss.kl-estimator {self.kl_estimator}, which no token drawn estimates"
         require(not (self.exact_kl and self.kl_unbiased), "--loss.kl-unbiased", expected, self.kl_unbiased)
+        if self.teacher is not None:
+            expected = f"{', '.join(KINDS[:-1])} or {KINDS[-1]} with --loss.teacher"
+            require(self.exact_kl, "--loss.kl-estimator", expected, self.kl_estimator)
+            expected = "None with --loss.teacher, which stays as it is"
+            require(self.reference_every is None, "--loss.reference-every", expected, self.reference_every)
         return loss
 
     @property

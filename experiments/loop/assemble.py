@@ -24,6 +24,7 @@ from experiments.loop.evaluation import AnswerEvaluation
 from experiments.loop.feed import DocumentFeed
 from experiments.loop.inference import Inference, make_inference
 from experiments.loop.supervised import SupervisedFile
+from experiments.loop.teacher import load_teacher
 from experiments.models.attention import AttentionRun
 from experiments.models.dtype_choice import capability_of
 from experiments.models.mesh import document_axis
@@ -136,6 +137,7 @@ def _learner(base: Inference) -> Learner:
             seed=config.seed + SELECTION,
             keeps_reference=config.evaluation.kl or config.reward.kl_coefficient > 0.0,
             moving_reference=config.loss.moving_reference(),
+            teacher=load_teacher(config, model, base.packing.ranks * base.sizes.rows, base.sizes.row, base.mesh),
             labels={"reduction": f"mesh {config.mesh}", "dtype": dtype},
         )
     except EngineUnavailable as error:

@@ -11,7 +11,7 @@ from experiments.config import Config
 from experiments.invariant.backend import InvariantBackend
 from experiments.learner.backend import Backend, BaseBackend
 from experiments.learner.gradients import GspmdGradients
-from experiments.learner.model_source import ModelSource
+from experiments.learner.model_source import ModelParts, ModelSource
 from experiments.learner.objectives import Objective
 from experiments.learner.replicas import Replicas
 from experiments.models.mesh import TENSOR_AXIS, make_mesh, num_ranks, parse_mesh
@@ -85,9 +85,9 @@ class GspmdBackend(BaseBackend):
     def place(self, tree: Any) -> Any:
         return place_parameters(tree, self.mesh)
 
-    def _make_gradients(self, objective: Objective, temperature: float) -> GspmdGradients:
+    def _make_gradients(self, objective: Objective, temperature: float, teacher: ModelParts | None) -> GspmdGradients:
         options = {"engine": self._engine, "accumulate": self._accumulate, "frozen": self.frozen}
-        options["frozen_head"] = self._frozen_head
+        options |= {"frozen_head": self._frozen_head, "teacher": teacher}
         return GspmdGradients(self._graph, self.mesh, objective, temperature=temperature, **options)
 
     def make_sampler(self, options: SamplingOptions, row_length: int) -> Sampler:

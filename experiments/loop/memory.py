@@ -155,7 +155,8 @@ def _side_by_side(lowerings: Sequence[Callable[[], Callable[[], Any]]]) -> list[
 
 def _state(setup: Setup, warm_start_to_come: bool) -> int:
     params = bytes_a_device(setup.learner.state.params)
-    held = params + bytes_a_device(setup.backend.frozen)
+    teacher = None if setup.learner.teacher is None else setup.learner.teacher.params
+    held = params + bytes_a_device((setup.backend.frozen, teacher))
     if setup.backend.sampled_frozen is not setup.backend.frozen:
         # A copy for rollouts on a mesh of their own.
         held += bytes_a_device(setup.backend.sampled_frozen)

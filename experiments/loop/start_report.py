@@ -205,6 +205,8 @@ def _loss(config: Config) -> str:
         parts.append(f"at the {loss.top_entropy:.0%} of labels with the highest entropy")
     if loss.entropy_target is not None:
         parts.append(f"entropy target {loss.entropy_target:g}")
+    if loss.teacher is not None:
+        parts.append(f"KL ({loss.kl_estimator}) to {loss.teacher}")
     if correction.level is not None:
         mean = ", normalized" if correction.normalize else ""
         parts.append(f"weights {correction.level} {correction.kind} ({correction.low:g} to {correction.high:g}{mean})")

@@ -87,6 +87,10 @@ class ModelConfig:
         ValueError if an option is set that the model on disk decides.
         """
         self._refuse_decided_by("path")
+        return self.in_disk_model(config, invariant)
+
+    def in_disk_model(self, config: DecoderConfig, invariant: bool = False) -> DecoderConfig:
+        """Returns the configuration with what these options say of any model."""
         options = vars(self.resolved(invariant))
         return dataclasses.replace(config, **{name: options[name] for name in _OF_ANY_MODEL})
 

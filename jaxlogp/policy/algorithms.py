@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Float, Integer
 
 from jaxlogp import losses
@@ -54,8 +55,14 @@ ADVANTAGES: dict[str, Callable[[CompletionRewards], GroupAdvantages]] = {
     "batch_baseline": lambda given: batch_advantages(given.rewards, lengths=given.lengths, baseline=True),
     "active_group": lambda given: active_group_advantages(given.rewards),
     "decoupled": lambda given: decoupled_advantages(given.parts, weights=given.weights),
+    "none": lambda given: _without_advantages(group_advantages(given.rewards)),
 }
-"""Functions of `jaxlogp` by the names that a command line offers."""
+"""Functions of `jaxlogp` by the names that a command line offers; "none" is 0, for a loss of its other parts alone."""
+
+
+def _without_advantages(given: GroupAdvantages) -> GroupAdvantages:
+    return given._replace(advantages=jnp.zeros_like(given.advantages))
+
 
 OVER_BATCH = frozenset({"batch_scaled", "batch", "batch_baseline", "active_group", "decoupled"})
 """Advantages that depend on the rewards of other prompts: they need those of the whole batch at once."""

@@ -1,6 +1,7 @@
 """A KL over the whole vocabulary in the loss: its value and gradient against a walk over documents in float64."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +9,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.config import LossConfig, RejectionConfig, validate
+from experiments.config import LossConfig, ModelConfig, RejectionConfig, validate
 from experiments.loop.assemble import assemble
+from experiments.loop.resume import resume
+from experiments.loop.run import train
+from experiments.models.pretrained import open_pretrained
 from jaxlogp import Document
 from tests import oracle
 from tests.experiments.decoder_oracle import oracle_forward
-from tests.experiments.tiny import TINY, tiny
+from tests.experiments.tiny import TINY, assert_same_state, tiny, train_records
+from tests.experiments.tiny_directory import write_tiny_directory
 
 KINDS = ("reverse", "forward", "jensen_shannon")
 COEFFICIENT, VOCAB, COUNT = 0.3, 24, 12
@@ -119,6 +124,88 @@ def test_value_and_gradient_of_a_step_against_float64(kind, mesh, monkeypatch):
     np.testing.assert_allclose(metrics["loss_kl"], COEFFICIENT * labels.mean(), rtol=1e-5)
     means = [np.mean(each) for each in by_document if each.size]
     np.testing.assert_allclose(metrics["kl_new_ref_labelled"], np.mean(means), rtol=1e-5)
+
+
+def distilled(folder, **changes):
+    """Options of a run whose student and teacher are of two families; the teacher's head has a soft cap."""
+    student = write_tiny_directory(folder / "student", "qwen3", tie_word_embeddings=False)
+    teacher = write_tiny_directory(folder / "teacher", "gemma2", hidden_size=48)
+    changes = {
+        "warm_start": {"max_steps": 0},
+        "evaluation": {"num_prompts": 4},
+        "rollout": {"max_new_tokens": 4},
+        **changes,
+    }
+    base = tiny(folder, "run", loss=options("reverse", teacher=str(teacher)), **changes)
+    return dataclasses.replace(base, model=ModelConfig(path=str(student)))
+
+
+@pytest.mark.costly
+def test_a_teacher_of_another_family_is_what_the_kl_is_measured_from(tmp_path, monkeypatch):
+    setup = assemble(distilled(tmp_path, mesh="fsdp=2,tensor=2"))
+    learner, config = setup.learner, open_pretrained(tmp_path / "teacher").config
+    assert "reference" not in learner.saved().arrays
+    monkeypatch.setattr(learner, "_update", lambda state, total, further: (_ for _ in ()).throw(Sums(total.sums)))
+    teacher = nnx.to_pure_dict(jax.device_get(learner.teacher.params))
+    student = nnx.to_pure_dict(jax.device_get(learner.state.params))
+    found = []
+    for each in documents(0.0):
+        at = np.flatnonzero(each.labels) - 1
+        ours = oracle_forward(student, each.tokens, setup.model.decoder) @ np.float64(student["lm_head"]["weight"]).T
+        theirs = oracle_forward(teacher, each.tokens, config) @ np.float64(teacher["embed_tokens"]["embedding"]).T
+        capped = 3.0 * np.tanh(theirs / 3.0)
+        found.append(oracle.divergence(ours[at], capped[at], "reverse"))
+    labels = np.concatenate(found)
+    assert labels.min() > 0.1
+    metrics = sums_of_step(learner, 0.0).finish().metrics
+    np.testing.assert_allclose(metrics["loss_kl"], COEFFICIENT * labels.mean(), rtol=1e-5)
+
+
+@pytest.mark.costly
+def test_a_distilled_run_comes_closer_and_resumes_with_its_teacher_alone(tmp_path, capsys):
+    changes = {"optimizer": {"learning_rate": 3e-3}, "checkpoint": {"every": 2}}
+    config = distilled(tmp_path, schedule={"steps": 4, "row_length": 32, "docs_per_step": 64}, **changes)
+    config = dataclasses.replace(config, loss=dataclasses.replace(config.loss, advantages="none"))
+    result = train(config)
+    apart = [record["kl_new_ref"] for record in train_records(result)]
+    assert apart == sorted(apart, reverse=True) and all(
+        record["loss_objective"] == 0.0 for record in train_records(result)
+    )
+    run = str(tmp_path / "run")
+    capsys.readouterr()
+    assert_same_state(resume(f"{run}@2"), result)
+    assert f"loss dapo, KL (reverse) to {tmp_path / 'teacher'}\n" in capsys.readouterr().out
+    write_tiny_directory(tmp_path / "other", "gemma2", hidden_size=48, intermediate_size=64)
+    (tmp_path / "teacher").rename(tmp_path / "away")
+    (tmp_path / "other").rename(tmp_path / "teacher")
+    with pytest.raises(ValueError, match="^teacher: expected the parameters that the run began with, got others$"):
+        resume(run)
+
+
+@pytest.mark.bad_input
+def test_a_teacher_of_other_ids_is_refused(tmp_path):
+    config = distilled(tmp_path)
+
+    def check(words, teacher, **loss):
+        loss = dataclasses.replace(config.loss, teacher=str(teacher), **loss)
+        with pytest.raises(ValueError, match=f"^{words}"):
+            assemble(dataclasses.replace(config, loss=loss))
+
+    wider = write_tiny_directory(tmp_path / "wider", "gemma2", vocab_size=272)
+    check("--loss.teacher: expected a model whose embedding has the policy's 264 rows, got 272$", wider)
+    check(
+        "--loss.teacher: model: expected a Hugging Face directory or a GGUF file, got .*nowhere", tmp_path / "nowhere"
+    )
+    file = tmp_path / "teacher" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    ids = tokenizer["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    file.write_text(json.dumps(tokenizer))
+    words = r"--loss.teacher: expected a tokenizer in which token \d+ is 'a', as in the policy's, got 'b'$"
+    check(words, tmp_path / "teacher")
+    words = "--loss.kl-estimator: expected reverse, forward or jensen_shannon with --loss.teacher, got k3"
+    check(words, tmp_path, kl_estimator="k3")
+    check("--loss.reference-every: expected None with --loss.teacher", tmp_path, reference_every=2)
 
 
 @pytest.mark.bad_input

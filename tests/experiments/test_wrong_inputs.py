@@ -159,6 +159,7 @@ GRPO = [
     ("--loss.reduction mean", "--loss.reduction: expected "),
     ("--loss.kl-coefficient -1", "--loss.kl-coefficient: expected "),
     ("--loss.kl-estimator k9 --loss.kl-coefficient 0.1", "--loss.kl-estimator: expected "),
+    ("--loss.advantages none", "--loss.advantages: expected others for a loss that has no KL and no entropy bonus"),
     ("--loss.kl-estimator k1", "--loss.kl-estimator: expected None without --loss.kl-coefficient, got k1"),
     ("--loss.kl-unbiased True", "--loss.kl-unbiased: expected None without --loss.kl-coefficient, got True"),
     ("--loss.gradient-filter 1", "--loss.gradient-filter: expected None or a number in [0, 1), got 1.0"),
