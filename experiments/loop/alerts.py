@@ -36,10 +36,13 @@ def with_norm(norms: list[float], norm: float) -> list[float]:
 
 
 class StepMonitor:
-    """Turns the metrics of each step into warnings; `max_new_tokens` is quoted in them."""
+    """Turns the metrics of each step into warnings; `max_new_tokens` is quoted in them.
 
-    def __init__(self, options: GuardsConfig, max_new_tokens: int) -> None:
-        self._options, self._max_new_tokens = options, max_new_tokens
+    Without `rewarded` rewards do not enter the loss, and steps of equal rewards are no reason for a warning.
+    """
+
+    def __init__(self, options: GuardsConfig, max_new_tokens: int, *, rewarded: bool = True) -> None:
+        self._options, self._max_new_tokens, self._rewarded = options, max_new_tokens, rewarded
         self._degenerate = 0
         self._next_warning = DEGENERATE_STEPS
         self._truncated_steps, self._next_truncated = 0, 1
@@ -65,7 +68,7 @@ class StepMonitor:
             # Of a source that counts no groups; supervised steps have no advantages.
             teaches = not values.get("max_advantage") == values.get("min_advantage") == 0.0
             what, why = "document had advantage 0", ""
-        if teaches:
+        if teaches or not self._rewarded:
             self._degenerate, self._next_warning = 0, DEGENERATE_STEPS
             return None
         self._degenerate += 1

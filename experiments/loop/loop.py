@@ -106,7 +106,8 @@ class Loop:
         setup = phase.setup
         self._config, self._learner = setup.config, setup.learner
         self._folder, self._console, self._writer, self._signals = folder, console, writer, signals
-        self._monitor = StepMonitor(setup.config.guards, setup.sizes.completion)
+        rewarded = setup.config.loss.advantages != "none"
+        self._monitor = StepMonitor(setup.config.guards, setup.sizes.completion, rewarded=rewarded)
         self.before: Scores | None = None
         self.progress, self._exhausted = Progress(), False
         self._stepped = False

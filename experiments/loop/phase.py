@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from experiments.config import Config
 from experiments.experience.prompts import PromptStream
 from experiments.experience.scoring import Sample
 from experiments.experience.worked_examples import WorkedExamples
@@ -14,7 +15,7 @@ from experiments.loop.assemble import Setup
 from experiments.loop.evaluation import AnswerEvaluation
 from experiments.loop.feed import DocumentFeed
 from experiments.loop.supervised import SupervisedFile
-from experiments.runs.console import ROWS, STEP_COLUMNS, SUPERVISED_COLUMNS, Column
+from experiments.runs.console import ROWS, STEP_COLUMNS, SUPERVISED_COLUMNS, UNREWARDED_COLUMNS, Column
 
 WARM_START = CrossEntropy()
 """What a warm start minimises."""
@@ -78,8 +79,14 @@ def training_phase(setup: Setup) -> Phase:
         evaluate,
         config.evaluation.every,
         config.drift.every,
-        columns=SUPERVISED_COLUMNS if config.supervised else STEP_COLUMNS,
+        columns=_columns(config),
     )
+
+
+def _columns(config: Config) -> tuple[Column, ...]:
+    if config.supervised:
+        return SUPERVISED_COLUMNS
+    return UNREWARDED_COLUMNS if config.loss.advantages == "none" else STEP_COLUMNS
 
 
 def warm_start_packing(trained: Setup) -> Packing:

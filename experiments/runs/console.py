@@ -56,10 +56,20 @@ STEP_COLUMNS = (
     SPEED,
 )
 
-
+_GRADIENT = Column("grad_norm", "|gradient|", ".3g", 10)
+# Of a loss that rewards do not enter.
+UNREWARDED_COLUMNS = (
+    Column("kl_new_ref_labelled", "KL", ".4f", 8),
+    REWARD,
+    Column("entropy_labelled", "entropy", ".3f", 8),
+    _GRADIENT,
+    Column("drift_max", "max|dlogp|", ".2e", 11),
+    Column("num_documents", "docs", ",.0f", 7),
+    SPEED,
+)
 SUPERVISED_COLUMNS = (
     Column("loss", "loss", ".4f", 8),
-    Column("grad_norm", "|gradient|", ".3g", 10),
+    _GRADIENT,
     Column("learning_rate", "rate", ".2e", 9),
     Column("num_documents", "docs", ",.0f", 7),
     SPEED,

@@ -61,6 +61,7 @@ PANELS = (
     Panel("KL of policies", "nats per token", (
         Curve("kl_new_old_labelled", "before and after the updates of a rollout"),
         Curve("kl_reference", "to the first policy", ORANGE, kind="eval"),
+        Curve("kl_new_ref_labelled", "to the reference of the loss", RED),
     ), limits=FROM_ZERO),
     Panel("Clipped tokens", "share of tokens", (Curve("clipped_ratio_fraction_labelled"),), FROM_ZERO, True),
     Panel("Ratio new / old", "mean ratio", (Curve("ratio_new_old_labelled"),), smooth=True),

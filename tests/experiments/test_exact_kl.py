@@ -174,7 +174,10 @@ def test_a_distilled_run_comes_closer_and_resumes_with_its_teacher_alone(tmp_pat
     run = str(tmp_path / "run")
     capsys.readouterr()
     assert_same_state(resume(f"{run}@2"), result)
-    assert f"loss dapo, KL (reverse) to {tmp_path / 'teacher'}\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"loss dapo, KL (reverse) to {tmp_path / 'teacher'}\n" in said
+    (row,) = [line.split() for line in said.splitlines() if line.startswith("     4 ")]
+    assert row[1] == f"{apart[-1]:.4f}"
     write_tiny_directory(tmp_path / "other", "gemma2", hidden_size=48, intermediate_size=64)
     (tmp_path / "teacher").rename(tmp_path / "away")
     (tmp_path / "other").rename(tmp_path / "teacher")

@@ -44,6 +44,11 @@ def test_steps_that_teach_nothing_are_warned_of_and_then_less_often():
     assert found[5] == f"step 5: {words}"
 
 
+def test_a_loss_that_rewards_do_not_enter_has_nothing_to_learn_from_them():
+    watch, made = StepMonitor(GuardsConfig(), 3, rewarded=False), rollouts()
+    assert not any(watch.warnings(step, {}, made.next(POLICY).counts) for step in range(1, 7))
+
+
 def test_steps_of_a_source_without_any_advantage_are_warned_of_too():
     watch, none = StepMonitor(GuardsConfig(), 3), RolloutMetrics()
     nothing, other, supervised = ({"max_advantage": x, "min_advantage": 0.0} for x in (0.0, 1.0, None))
