@@ -12,9 +12,9 @@ Nine functions do most of the work:
 * `policy_metrics`: KL, ratios, clipping, entropy and rewards.
 * `check_invariance`: which changes of batch, mesh and program change a log-prob's bits.
 
-With a mesh there are `sharded_linear_log_probs`, `sharded_linear_policy_loss`, `sharded_log_probs_from_logits` and
-`sharded_embedding_lookup`. Losses are in `jaxlogp.losses`, engines and what writing one takes in `jaxlogp.head`, sums of a
-fixed order in `jaxlogp.invariance`.
+With a mesh there are `sharded_linear_log_probs`, `sharded_linear_policy_loss`, `sharded_linear_kl`,
+`sharded_log_probs_from_logits` and `sharded_embedding_lookup`. Losses are in `jaxlogp.losses`, engines and what writing
+one takes in `jaxlogp.head`, sums of a fixed order in `jaxlogp.invariance`.
 """
 
 from jaxlogp import losses
@@ -32,7 +32,7 @@ from jaxlogp._reduce import (
 from jaxlogp._stats import TokenLogProbs
 from jaxlogp._vocab import VocabShards
 from jaxlogp.head.api import head_logits, linear_log_probs, sharded_linear_log_probs
-from jaxlogp.head.divergence import linear_kl
+from jaxlogp.head.divergence import linear_kl, sharded_linear_kl
 from jaxlogp.head.policy_loss import linear_policy_loss, sharded_linear_policy_loss
 from jaxlogp.head.support.ids import Support
 from jaxlogp.invariance.check import InvarianceReport, check_invariance
@@ -113,6 +113,7 @@ __all__ = [
     "ratio",
     "reward_terms",
     "sharded_embedding_lookup",
+    "sharded_linear_kl",
     "sharded_linear_log_probs",
     "sharded_linear_policy_loss",
     "sharded_log_probs_from_logits",

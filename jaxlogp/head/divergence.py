@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from jaxlogp._compat import (
+    AnyMesh,
     AxisName,
     automatic_axes,
     leading_spec,
@@ -28,6 +29,7 @@ from jaxlogp.errors import describe, is_number, require
 from jaxlogp.head.call import WEIGHT_LAYOUTS, HeadCall, HeadGradients, HeadWeight, check_operands, head_call
 from jaxlogp.head.chunked.blocks import Blocks, BlockSizes, usual_sizes
 from jaxlogp.head.chunked.engine import ChunkedEngine
+from jaxlogp.head.over_mesh import Layout, known_layout, layout_of, run_over_mesh, warn_of_unknown_layout
 from jaxlogp.head.projection import HeadSpec, dot, finish_logits, product_gradient, take_rows, write_rows
 from jaxlogp.head.registry import EngineChoice, HeadRun, choose_engine, report
 from jaxlogp.head.values import cotangents_of, head_values, one_program
@@ -103,25 +105,22 @@ def linear_kl(
         Agarwal et al., On-Policy Distillation of Language Models, arXiv:2306.13649 (generalized Jensen-Shannon divergence);
         Gu et al., MiniLLM, arXiv:2306.08543 (reverse KL).
     """
-    check_operands(hidden, weight, bias, weight_layout)
-    try:
-        check_operands(ref_hidden, ref_weight, ref_bias, weight_layout)
-    except ValueError as error:
-        # It begins with the name of an operand.
-        raise ValueError(f"ref_{error}") from None
-    vocab_dim = WEIGHT_LAYOUTS.index(weight_layout)
+    _check_heads((hidden, weight, bias), (ref_hidden, ref_weight, ref_bias), weight_layout)
     require(kind in KINDS, "kind", f"one of {KINDS}", repr(kind))
     good = is_number(ref_share) and 0.0 < ref_share < 1.0
     require(good, "ref_share", "a number in (0, 1)", describe(ref_share))
     require(kind == "jensen_shannon" or ref_share == 0.5, "ref_share", f"no value with kind {kind!r}", ref_share)
     for name, value in (("head", head), ("ref_head", ref_head)):
         require(isinstance(value, HeadSpec), name, "a HeadSpec", describe(value))
-    tokens, columns = hidden.shape[:-1], weight.shape[vocab_dim]
-    require(math.prod(tokens) > 0, "hidden", "at least one token", describe(hidden))
-    require(ref_hidden.shape[:-1] == tokens, "ref_hidden", f"the tokens of hidden, {tokens}", describe(ref_hidden))
-    same = ref_weight.shape[vocab_dim] == columns
-    require(same, "ref_weight", f"the vocabulary of weight, {columns} ids", describe(ref_weight))
-    rule = Rule(kind, float(ref_share))
+    if axis_name is None and vocab is None:
+        mesh = known_layout(hidden, weight, weight_layout, engine)
+        if mesh is not None:
+            options = {"bias": bias, "ref_bias": ref_bias, "head": head, "ref_head": ref_head, "engine": engine, **mesh}
+            options |= {"kind": kind, "ref_share": ref_share, "weight_layout": weight_layout}
+            return sharded_linear_kl(hidden, weight, ref_hidden, ref_weight, mask, **options)
+        # The caller's frame lies beyond that of this function.
+        warn_of_unknown_layout("linear_kl", hidden, weight, stacklevel=3)
+    tokens, rule = hidden.shape[:-1], Rule(kind, float(ref_share))
     of_call = {"axis_name": axis_name, "vocab": vocab, "weight_layout": weight_layout, "sequence_dim": None}
     of_call |= {"out_of_vocab": "error", "with_entropy": False, "frozen": True}
 
@@ -145,6 +144,82 @@ def linear_kl(
 
     arrays = (hidden, weight, bias), (ref_hidden, ref_weight, ref_bias)
     return automatic_axes(run, *arrays, mask, out_specs=leading_spec(hidden, len(tokens)))
+
+
+def sharded_linear_kl(
+    hidden: Float[Array, "*tokens hidden"],
+    weight: HeadWeight,
+    ref_hidden: Float[Array, "*tokens ref_hidden"],
+    ref_weight: Float[Array, "vocab ref_hidden"] | Float[Array, "ref_hidden vocab"],
+    mask: Bool[Array, "*tokens"] | None = None,
+    *,
+    mesh: AnyMesh,
+    vocab_axis: str = "tensor",
+    token_axes: tuple[str, ...] = ("data",),
+    weight_axis: str | None = None,
+    vocab: VocabShards | None = None,
+    bias: Float[Array, " vocab"] | None = None,
+    ref_bias: Float[Array, " vocab"] | None = None,
+    **options: Any,
+) -> Float[Array, "*tokens"]:
+    """Runs :func:`linear_kl` on global arrays, in a ``shard_map`` over ``mesh``, as one program.
+
+    Args:
+        hidden: [*tokens, H], split as in :func:`jaxlogp.sharded_linear_log_probs`.
+        weight: [V, H] or [H, V], split as in :func:`jaxlogp.sharded_linear_log_probs`.
+        ref_hidden: [*tokens, H_ref], split as hidden.
+        ref_weight: [V, H_ref] or [H_ref, V], split as weight.
+        mask: [*tokens], bool, or None.
+        mesh: the device mesh; Explicit and Auto axes both work.
+        vocab_axis: mesh axis that shards the vocabulary.
+        token_axes: mesh axes that shard the first token dimension; () for none.
+        weight_axis: one of token_axes, over which H and H_ref are split, or None.
+        vocab: the shards, or None, as in :func:`jaxlogp.sharded_linear_log_probs`.
+        bias: [V] or None.
+        ref_bias: [V] or None.
+        **options: further keyword arguments of :func:`linear_kl`, except ``axis_name``.
+
+    Returns:
+        fp32 [*tokens] in nats, a global array.
+
+    Raises:
+        ValueError: if ``mesh`` lacks an axis or does not divide a size, or linear_kl refuses an argument.
+
+    Example:
+        >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"))
+        >>> hidden, weight = jnp.ones((2, 4)), jnp.eye(4)
+        >>> sharded_linear_kl(hidden, weight, hidden, weight, mesh=mesh).tolist()
+        [0.0, 0.0]
+    """
+    policy = hidden, weight, bias
+    _check_heads(policy, (ref_hidden, ref_weight, ref_bias), options.get("weight_layout", "vh"))
+    layout = layout_of(*policy, mesh, vocab_axis, token_axes, weight_axis, options)
+    size = 1 if weight_axis is None else mesh.shape[weight_axis]
+    divides = ref_hidden.shape[-1] % size == 0
+    require(divides, "ref_weight", f"a hidden dimension divisible by {size}", describe(ref_weight))
+    arrays = {"mask": mask, "ref_hidden": ref_hidden, "ref_weight": ref_weight, "ref_bias": ref_bias}
+    return run_over_mesh(_of_rank, layout.tokens, layout, policy, arrays, vocab, options)
+
+
+def _of_rank(layout: Layout, hidden: Array, weight: Array, **given: Any) -> Array:
+    del layout
+    return linear_kl(hidden, weight, **given)
+
+
+def _check_heads(policy: tuple, reference: tuple, weight_layout: str) -> None:
+    """Refuses operands that are no two heads of the same tokens and one vocabulary."""
+    check_operands(*policy, weight_layout)
+    try:
+        check_operands(*reference, weight_layout)
+    except ValueError as error:
+        # It begins with the name of an operand.
+        raise ValueError(f"ref_{error}") from None
+    (hidden, weight, _), (ref_hidden, ref_weight, _) = policy, reference
+    tokens, vocab_dim = hidden.shape[:-1], WEIGHT_LAYOUTS.index(weight_layout)
+    require(math.prod(tokens) > 0, "hidden", "at least one token", describe(hidden))
+    require(ref_hidden.shape[:-1] == tokens, "ref_hidden", f"the tokens of hidden, {tokens}", describe(ref_hidden))
+    expected = f"the vocabulary of weight, {weight.shape[vocab_dim]} ids"
+    require(ref_weight.shape[vocab_dim] == weight.shape[vocab_dim], "ref_weight", expected, describe(ref_weight))
 
 
 def _over(call: HeadCall, axes: Iterable[AxisName]) -> HeadCall:

@@ -27,6 +27,8 @@ _WARNED: set[str] = set()
 
 # Arrays of a support of all tokens, from which each rank takes its own.
 _OF_SUPPORT = ("support_ids", "support_counts")
+# Those of a second head, which lies as the first one does.
+_OF_REFERENCE = ("ref_weight", "ref_bias")
 
 
 class Layout(NamedTuple):
@@ -57,7 +59,9 @@ class Layout(NamedTuple):
 
     def specs(self, arrays: dict[str, Array | None]) -> dict[str, PartitionSpec]:
         whole = [name for name, x in arrays.items() if x is None or x.ndim == 0 or name in _OF_SUPPORT]
-        return {name: PartitionSpec() if name in whole else self.tokens for name in arrays}
+        found = {name: PartitionSpec() if name in whole else self.tokens for name in arrays}
+        of_reference = dict(zip(_OF_REFERENCE, (self.weight, PartitionSpec(self.vocab_axis)), strict=True))
+        return found | {name: spec for name, spec in of_reference.items() if name in arrays and name not in whole}
 
 
 def support_arrays(
@@ -183,6 +187,12 @@ def run_over_mesh(
     options = options | {"vocab": shards, "engine": tuple(engine) if isinstance(engine, list) else engine}
     require_hashable(options)
 
+    def of_shards(name: str, x: Array | None) -> Array | None:
+        if x is None or name not in _OF_REFERENCE:
+            return x
+        return shards.shard_rows(x, layout.vocab_dim if name == _OF_REFERENCE[0] else 0)
+
+    arrays = {name: of_shards(name, x) for name, x in arrays.items()}
     weight = place(shards.shard_rows(weight, layout.vocab_dim), mesh, layout.weight)
     bias = None if bias is None else place(shards.shard_rows(bias), mesh, PartitionSpec(layout.vocab_axis))
     hidden = place(hidden, mesh, layout.hidden)
@@ -207,7 +217,11 @@ def _program(
     def local(operands: tuple[Array, Array, Array | None], arrays: dict[str, Array | None]) -> Any:
         hidden, weight, bias = operands
         if layout.weight_axis is not None:
-            weight = lax.all_gather(weight, layout.weight_axis, axis=1 - layout.vocab_dim, tiled=True)
+            gathered = functools.partial(
+                lax.all_gather, axis_name=layout.weight_axis, axis=1 - layout.vocab_dim, tiled=True
+            )
+            weight = gathered(weight)
+            arrays = {name: gathered(x) if name == _OF_REFERENCE[0] else x for name, x in arrays.items()}
         given = arrays | dict(options) | {"bias": bias, "axis_name": layout.vocab_axis}
         if _OF_SUPPORT[0] in given:
             support, own = Support(*map(given.pop, _OF_SUPPORT)), given["targets"]

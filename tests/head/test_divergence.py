@@ -1,5 +1,6 @@
 """Divergences of two heads against float64 on the same operands: values, gradients, shards, and the memory they take."""
 
+import contextlib
 import functools
 import math
 
@@ -7,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp import VocabShards, linear_kl
+from jaxlogp import VocabShards, linear_kl, sharded_linear_kl
 from jaxlogp.head import ChunkedEngine, HeadSpec
 from jaxlogp.head.chunked import blocks
 from tests import oracle
@@ -200,6 +201,43 @@ def test_shards_of_the_vocabulary_and_of_the_tokens(kind, shards):
         ValueError, match="axis_name: expected shard_map\\(check_vma=True\\) to differentiate over axis 'tensor'"
     ):
         jax.grad(functools.partial(run, False), has_aux=True)(policy, reference)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(("kind", "layout"), [(AxisType.Auto, "vh"), (AxisType.Explicit, "hv")])
+def test_global_arrays_on_a_mesh(kind, layout):
+    """Also by the plain function, which sees how they lie; no rank has the whole of a weight."""
+    policy, reference, mask, g = problem(seed=8)
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind, kind))
+    of_weight = P("tensor", "data") if layout == "vh" else P("data", "tensor")
+
+    def placed(own):
+        weight = own[1] if layout == "vh" else own[1].T
+        return [
+            jax.device_put(x, NamedSharding(mesh, s))
+            for x, s in zip((own[0], weight), (P("data"), of_weight), strict=True)
+        ]
+
+    biases = {"bias": policy[2], "ref_bias": reference[2]}
+
+    def total(hidden, weight, ref_hidden, ref_weight):
+        over = {"mesh": mesh, "weight_axis": "data", "weight_layout": layout}
+        value = sharded_linear_kl(hidden, weight, ref_hidden, ref_weight, mask, **biases, **over)
+        return jnp.sum(value * g), value
+
+    with jax.set_mesh(mesh) if kind is AxisType.Explicit else contextlib.nullcontext():
+        split = *placed(policy), *placed(reference)
+        (_, value), gradients = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))(*split)
+        plain = functools.partial(linear_kl, weight_layout=layout, **biases)
+        # Where axes are Auto, only concrete arrays say how they lie.
+        seen = jax.jit(plain) if kind is AxisType.Explicit else plain
+        np.testing.assert_array_equal(seen(*split, mask), value)
+        if kind is AxisType.Explicit:
+            text = seen.lower(*split, mask).compile().as_text()
+            assert f"{VOCAB}]" not in text.replace(f"[{VOCAB}]", ""), "a rank gathers its own ids alone"
+    expected = wanted(policy, reference, mask, g, "reverse")
+    turned = gradients[1] if layout == "vh" else gradients[1].T
+    check(value, (gradients[0], turned, expected[1].bias), expected)
 
 
 def test_ranks_add_their_parts_of_the_hidden_gradient_in_fp32():

@@ -12,8 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxlogp import (
     VocabShards,
+    linear_kl,
     linear_log_probs,
     linear_policy_loss,
+    sharded_linear_kl,
     sharded_linear_log_probs,
     sharded_linear_policy_loss,
 )
@@ -168,6 +170,7 @@ PLAIN = {
         h, w, targets, mask=mask, **options
     ).log_probs.sum(),
     "loss": lambda *given, **options: linear_policy_loss(*given, **options)[0].sum,
+    "divergence": lambda h, w, targets, old, advantages, mask, **options: linear_kl(h, w, -h, w, mask, **options).sum(),
 }
 
 
@@ -207,7 +210,7 @@ def test_a_plain_call_on_concrete_arrays_is_sharded(name, kind):
     given = split(kind)
     with record_head_runs() as runs:
         value = PLAIN[name](*given)
-    assert [run.num_vocab_shards for run in runs] == [2]
+    assert {run.num_vocab_shards for run in runs} == {2}
     # Two fp32 computations, each within the contract's error of float64.
     assert abs(float(value) - value_alone(name)) < 2 * VALUE_ERROR * given[2].size
 
@@ -372,7 +375,8 @@ def no_warning_yet(monkeypatch):
 )
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_traced_call_on_auto_axes_of_a_context_warns_once(no_warning_yet, name, axes, wrap, context):
-    function = {"log-probs": "linear_log_probs", "loss": "linear_policy_loss"}[name]
+    functions = {"log-probs": "linear_log_probs", "loss": "linear_policy_loss", "divergence": "linear_kl"}
+    function = functions[name]
     (sentence,) = sentences_of(wrap(PLAIN[name]), **context)
     assert str(axes) in sentence and f"call sharded_{function}(..., mesh=...)" in sentence
     assert sentences_of(wrap(lambda *given: PLAIN[name](*given)), **context) == []
@@ -383,6 +387,7 @@ SHARDED = {
         h, w, targets, mask=mask, mesh=mesh(AxisType.Auto)
     ).log_probs.sum(),
     "loss": lambda *given: sharded_linear_policy_loss(*given, mesh=mesh(AxisType.Auto))[0].sum,
+    "divergence": lambda h, w, *_: sharded_linear_kl(h, w, -h, w, mesh=mesh(AxisType.Auto)).sum(),
 }
 
 
