@@ -343,6 +343,8 @@ _OF_HEAD = ("engine", "token_chunk", "vocab_tile", "gradient_filter")
 _CHANGEABLE = {
     *("mesh", "rollout.mesh", "rollout.rows", "quiet", "log_every", "schedule.steps", "optimizer.learning_rate"),
     *("evaluation", "checkpoint", "drift", "guards"),
+    # Where it lies, if there is one; what it is, a checkpoint's counters know.
+    "loss.teacher",
 }
 # With it a checkpoint holds the policy that training began with; one that was saved without it cannot bring it back.
 _FIXED = ("evaluation.kl",)
@@ -382,8 +384,8 @@ def apply_changes(stored: Config, changes: Mapping[str, Any]) -> Config:
     }
     refused = [
         f"{option_name(name)}: the run has {_shown(value_of(stored, name))}, given {_shown(value_of(given, name))}"
-        for name in changed
-        if not is_changeable(name)
+        for name, value in changed.items()
+        if not is_changeable(name) or (name == "loss.teacher" and None in (value, stored.loss.teacher))
     ]
     if refused:
         listed = "; ".join(refused)

@@ -243,8 +243,8 @@ class Learner:
     def restore(self, arrays: Mapping[str, Any], counters: Mapping[str, Any]) -> None:
         """Takes over what `saved` returned; ValueError if what is not trained differs."""
         require_same_frozen(counters, self._backend.frozen)
-        same = self.teacher is None or counters["teacher"] == self._teacher_fingerprint
-        require(same, "teacher", "the parameters that the run began with", "others")
+        same = counters.get("teacher") == (None if self.teacher is None else self._teacher_fingerprint)
+        require(same, "--loss.teacher", "the parameters that the run began with", "others")
         params, opt_state = self.state.params, self.state.opt_state
         opt_leaves = [leaf for _, leaf in sorted(arrays["opt_state"].items())]
         opt_state = jax.tree.unflatten(jax.tree.structure(opt_state), opt_leaves)

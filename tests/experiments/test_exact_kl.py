@@ -171,18 +171,21 @@ def test_a_distilled_run_comes_closer_and_resumes_with_its_teacher_alone(tmp_pat
     assert apart == sorted(apart, reverse=True) and all(
         record["loss_objective"] == 0.0 for record in train_records(result)
     )
-    run = str(tmp_path / "run")
+    run, away = str(tmp_path / "run"), tmp_path / "away"
+    (tmp_path / "teacher").rename(away)
+    write_tiny_directory(tmp_path / "teacher", "gemma2", hidden_size=48, intermediate_size=64)
+    with pytest.raises(
+        ValueError, match="^--loss.teacher: expected the parameters that the run began with, got others$"
+    ):
+        resume(run)
+    with pytest.raises(ValueError, match="^--resume: these options cannot be changed: --loss.teacher: .*, given None"):
+        resume(run, {"loss.teacher": None})
     capsys.readouterr()
-    assert_same_state(resume(f"{run}@2"), result)
+    assert_same_state(resume(f"{run}@2", {"loss.teacher": str(away), "quiet": False}), result)
     said = capsys.readouterr().out
-    assert f"loss dapo, KL (reverse) to {tmp_path / 'teacher'}\n" in said
+    assert f"loss dapo, KL (reverse) to {away}\n" in said
     (row,) = [line.split() for line in said.splitlines() if line.startswith("     4 ")]
     assert row[1] == f"{apart[-1]:.4f}"
-    write_tiny_directory(tmp_path / "other", "gemma2", hidden_size=48, intermediate_size=64)
-    (tmp_path / "teacher").rename(tmp_path / "away")
-    (tmp_path / "other").rename(tmp_path / "teacher")
-    with pytest.raises(ValueError, match="^teacher: expected the parameters that the run began with, got others$"):
-        resume(run)
 
 
 @pytest.mark.bad_input

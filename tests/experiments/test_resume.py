@@ -107,6 +107,7 @@ def test_what_may_change():
     free = {field for field in flat_fields(Config) if is_changeable(field)}
     assert free == {
         *("mesh", "rollout.mesh", "rollout.rows", "quiet", "log_every", "schedule.steps", "optimizer.learning_rate"),
+        "loss.teacher",
         *("evaluation.every", "evaluation.num_prompts", "evaluation.samples", "drift.every"),
         *("checkpoint.every", "checkpoint.every_minutes", "checkpoint.keep"),
         *("guards.max_refused_steps", "guards.spike_factor", "guards.replica_every"),
