@@ -1,7 +1,7 @@
 """Labels chosen by entropy and covariance, by the trainer's options: whole steps against a walk over labels in float64."""
 
 import dataclasses
-from functools import partial
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -148,18 +148,23 @@ CUTS = {
 }
 
 
+def step_with_reference(kind, **changes):
+    """Metrics and parameters of a step with a KL to the reference, whose log-probs are another column."""
+    setup = learner_setup(kind, loss=LOSSES[kind] | {"kl_coefficient": 0.1}, **changes)
+    setup.learner.begin(setup.params)
+    return setup.learner.step(documents(0)).metrics, leaves(setup.learner)
+
+
+@cache
+def whole_step(kind):
+    return step_with_reference(kind)
+
+
 @pytest.mark.costly
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("kind", LOSSES)
 def test_the_choice_does_not_depend_on_the_cut_or_the_mesh(kind, cut):
-    """With a KL to the reference, whose log-probs are another column."""
-    loss = LOSSES[kind] | {"kl_coefficient": 0.1}
-    results, parts = [], CUTS[cut]
-    for changes in ({}, parts):
-        setup = learner_setup(kind, loss=loss, **changes)
-        setup.learner.begin(setup.params)
-        results.append((setup.learner.step(documents(0)).metrics, leaves(setup.learner)))
-    (whole, params), (cut_up, parts_params) = results
+    (whole, params), (cut_up, parts_params) = whole_step(kind), step_with_reference(kind, **CUTS[cut])
     assert cut == "data and tensor" or cut_up["micro_batches"] > whole["micro_batches"]
     assert whole["selected_fraction"] == cut_up["selected_fraction"]
     assert abs(whole["loss"] - cut_up["loss"]) < LOSS and abs(whole["grad_norm"] / cut_up["grad_norm"] - 1) < 10 * LOSS
