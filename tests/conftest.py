@@ -61,6 +61,14 @@ def compile_effort(request):
     jax.config.update("jax_disable_most_optimizations", not optimized)
 
 
+@pytest.fixture
+def few_optimizations():
+    """For controls, whose result does not depend on them, in files that are compiled as users compile."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def garbage():
     """What a file leaves behind stays: looking through gigabytes of programs again and again would take seconds."""

@@ -69,7 +69,7 @@ def test_every_size_gives_the_bytes_of_one_shard(name, size):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("engine", [CHUNKED, NAIVE], ids=["chunked", "naive"])
-def test_the_fast_path_and_the_naive_design_break_in_this_harness(engine):
+def test_the_fast_path_and_the_naive_design_break_in_this_harness(engine, few_optimizations):
     """Negative controls: without them "0 broken" could mean that nothing was compared."""
     setting = Setting(engine, 1027)
     found = set()
