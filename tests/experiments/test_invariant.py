@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 from experiments.invariant.leaf_sums import TreeFold
+from experiments.loop.assemble import assemble
+from experiments.loop.loop import take_step
 from experiments.loop.run import train
 from experiments.sampling.options import SamplingOptions
 from tests.experiments.tiny import tiny, train_records
@@ -22,14 +24,18 @@ MESHES = [pytest.param(each, marks=(pytest.mark.slow, pytest.mark.both_ends)) fo
 MESHES += [pytest.param(each, marks=pytest.mark.slow) for each in SLOW]
 
 
-def run(out, mesh, **changes):
+def config(out, mesh, **changes):
     schedule = {"steps": 2, "row_length": None, **changes.get("schedule", {})}
     options = {"mesh": mesh, "invariant": True, "warm_start": {"max_steps": 3}, **changes, "schedule": schedule}
     if options["invariant"]:
         # Several blocks a row, and prompts that end within one.
         options["invariance"] = {"block": 4}
     name = "-".join([mesh.replace(",", "-"), *changes])
-    return train(tiny(out, name, **options))
+    return tiny(out, name, **options)
+
+
+def run(out, mesh, **changes):
+    return train(config(out, mesh, **changes))
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +48,14 @@ def single(runs):
     return run(runs, "data=1,tensor=1")
 
 
-def state_bytes(result):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(result.setup.learner.state)]
+def state_bytes(setup):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(setup.learner.state)]
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_state_after_two_steps_is_the_same_to_the_last_bit(single, runs, mesh):
     result = run(runs, mesh)
-    assert state_bytes(result) == state_bytes(single)
+    assert state_bytes(result.setup) == state_bytes(single.setup)
     numbers = ("loss", "grad_norm", "reward_mean", "computed/entropy", "computed/new_logprobs", "num_tokens")
     for mine, other in zip(train_records(result), train_records(single), strict=True):
         assert {name: mine[name] for name in numbers} == {name: other[name] for name in numbers}
@@ -83,7 +89,7 @@ def test_the_last_copy_of_a_prompt_may_be_greedy_beside_draws(single):
 @pytest.mark.slow
 def test_rollouts_on_another_mesh_draw_the_trainers_numbers(single, runs):
     result = run(runs, "fsdp=2", rollout={"mesh": "data=2,tensor=4"})
-    assert state_bytes(result) == state_bytes(single)
+    assert state_bytes(result.setup) == state_bytes(single.setup)
     assert {record["computed/drift_max"] for record in train_records(result)} == {0.0}
 
 
@@ -113,18 +119,10 @@ def test_on_a_support_sampler_and_trainer_have_the_same_numbers(nucleus):
 @pytest.mark.slow
 def test_on_a_support_the_state_is_the_same_to_the_last_bit(nucleus, runs):
     result = run(runs, "data=3,tensor=2", **NUCLEUS)
-    assert state_bytes(result) == state_bytes(nucleus)
+    assert state_bytes(result.setup) == state_bytes(nucleus.setup)
     for mine, other in zip(train_records(result), train_records(nucleus), strict=True):
         assert (mine["support_ids"], mine["loss"]) == (other["support_ids"], other["loss"])
     assert {record["drift_max"] for record in train_records(result)} == {0.0}
-
-
-@pytest.fixture
-def few_optimizations():
-    """What a control shows does not depend on them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.mark.slow
@@ -132,9 +130,11 @@ def test_the_plain_run_does_break(runs, few_optimizations):
     """The control: without --invariant a mesh changes the bits, and sampler and trainer differ."""
     # Untrained, so that the entropy alone is sure to have a gradient.
     changes = {"warm_start": {"max_steps": 0}, "loss": {"entropy_coefficient": 0.1}, "schedule": {"steps": 1}}
-    results = [run(runs, mesh, invariant=False, **changes) for mesh in ("data=1,tensor=1", "data=1,tensor=2")]
-    assert state_bytes(results[0]) != state_bytes(results[1])
-    assert train_records(results[0])[0]["drift_max"] > 0.0
+    meshes = ("data=1,tensor=1", "data=1,tensor=2")
+    setups = [assemble(config(runs, mesh, invariant=False, **changes)) for mesh in meshes]
+    steps = [take_step(setup, setup.feed())[0].metrics for setup in setups]
+    assert state_bytes(setups[0]) != state_bytes(setups[1])
+    assert steps[0]["drift_max"] > 0.0
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_a_step_of_any_number_of_documents_ends_exactly_there(runs):
     """44 of rollouts of 64: the last leaf is half full, and the second step begins with 20 that have waited."""
     schedule = {"docs_per_step": 44}
     results = [run(runs, mesh, schedule=schedule) for mesh in ("data=1,tensor=1", "data=3,tensor=1")]
-    assert state_bytes(results[0]) == state_bytes(results[1])
+    assert state_bytes(results[0].setup) == state_bytes(results[1].setup)
     for result, leaves in zip(results, (6, 2), strict=True):
         records = [(record["num_documents"], record["micro_batches"]) for record in train_records(result)]
         assert records == [(44, leaves)] * 2
