@@ -11,13 +11,15 @@ from experiments.config import CorrectionConfig, RejectionConfig
 from experiments.learner.objectives import PolicyObjective, mean_weight
 from experiments.learner.packing import Packing
 from experiments.loop.assemble import assemble
+from experiments.loop.loop import take_step
 from experiments.loop.run import train
+from experiments.tasks.rewards import rewards_of
 from jaxlogp import Document
 from jaxlogp.policy.documents import SAMPLER_COLUMN
 from tests.experiments import test_objectives
 from tests.experiments.test_objectives import LENGTH, VOCAB, decoder, sums_of_leaves, sums_of_micro_batches
 from tests.experiments.test_selection_options import COUNT, CUTS, LOSS, PARAMS
-from tests.experiments.tiny import TINY, tiny, train_records
+from tests.experiments.tiny import TINY, parity, tiny, train_records
 
 pytestmark = pytest.mark.costly
 
@@ -132,12 +134,19 @@ def test_the_mean_weight_of_a_step_is_that_of_all_its_labels():
 @pytest.mark.slow
 def test_a_run_weights_and_rejects_labels(tmp_path):
     """Sampler and trainer differ by rounding alone: no weight is truncated, and most are not exactly 1."""
-    short = {"warm_start": {"max_steps": 4}, "schedule": {"steps": 1}, "loss": {"skip_zero_advantages": False}}
-    plain = train(tiny(tmp_path, "plain", rollout={"rescore": True}, **short))
-    weighted = train(tiny(tmp_path, "weighted", correction=CorrectionConfig(level="sequence"), **short))
-    masked = train(tiny(tmp_path, "masked", correction=CorrectionConfig("token", "mask", 1.0, 1.0), **short))
-    rejected = train(tiny(tmp_path, "rejected", rejection=RejectionConfig(token=(1.0, 1.0)), **short))
-    (one,), (two,), (three,), (four,) = map(train_records, (plain, weighted, masked, rejected))
+    short = {"warm_start": {"max_steps": 0}, "schedule": {"steps": 1}, "loss": {"skip_zero_advantages": False}}
+
+    def step(**changes):
+        setup = assemble(tiny("unused", "unused", **short | changes), rewards=rewards_of(parity))
+        return take_step(setup, setup.feed())[0].metrics
+
+    def run(name, **changes):
+        return train(tiny(tmp_path, name, **short | changes), reward=parity)
+
+    one, three = step(rollout={"rescore": True}), step(correction=CorrectionConfig("token", "mask", 1.0, 1.0))
+    weighted = run("weighted", correction=CorrectionConfig(level="sequence"))
+    rejected = run("rejected", rejection=RejectionConfig(token=(1.0, 1.0)))
+    (two,), (four,) = map(train_records, (weighted, rejected))
     assert weighted.setup.config.rollout.rescore, "what a correction reads"
     assert two["truncated_fraction"] == 0.0 and abs(two["correction_weight"] - 1.0) < 1e-4
     assert abs(two["loss"] - one["loss"]) < 1e-4 and abs(two["effective_sample_size"] - 1.0) < 1e-6
