@@ -9,13 +9,15 @@ while a checkpoint is being written, at any time), resumed by the command line, 
 of kills; then it goes on to its end. Other runs get SIGTERM or SIGINT instead. Parameters, optimizer state, counters,
 metrics.jsonl and samples.jsonl are compared with those of a run that nobody stopped, bit for bit, but for times.
 
-With several processes one of them gets the signal, and the others have to end too: after SIGKILL within 30 seconds.
+With several processes one of them gets the signal, and the others have to end too: after SIGKILL within 30 seconds, and the
+first process, which JAX's coordinator is in, then names it.
 """
 
 import argparse
 import functools
 import json
 import random
+import re
 import signal
 import subprocess
 import tempfile
@@ -187,6 +189,10 @@ def stop(trial: Trial, run: Run, chance: random.Random, usual: Callable[[], floa
             trial.expect(
                 (end.code != 0 and seconds < LAST_SECONDS) == (ended.code != 0), f"{end.code} after {seconds:.0f} s"
             )
+            if process is processes[0] and kind == "saving" and ended.code != 0:
+                # In a line after JAX's sentence; on a busy machine others may be late too.
+                named = rf"unhealthy \(stopped sending heartbeats\):\n(\d+\n)*{processes.index(victim)}\n"
+                trial.expect(bool(re.search(named, end.errors)), f"not named: {end.errors[:2000]}")
         elif process is not victim:
             trial.expect(end.code == ended.code, f"exit codes {end.code} and {ended.code}")
     if not sent or ended.code == 0:

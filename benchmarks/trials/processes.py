@@ -55,11 +55,13 @@ class Ended:
         code: its exit code; minus the number of the signal that killed it.
         last: the last line on stderr.
         traceback: whether there was one.
+        errors: all of stderr.
     """
 
     code: int
     last: str
     traceback: bool
+    errors: str
 
 
 def start(arguments: list[str], cache: Path, *, main: str = MAIN, devices: int | None = None) -> subprocess.Popen:
@@ -113,4 +115,4 @@ def wait(process: subprocess.Popen) -> Ended:
     """The end of a process."""
     _, errors = process.communicate(timeout=TIMEOUT_SECONDS)
     lines = errors.strip().splitlines() or [""]
-    return Ended(process.returncode, lines[-1], any(line.startswith("Traceback") for line in lines))
+    return Ended(process.returncode, lines[-1], any(line.startswith("Traceback") for line in lines), errors)

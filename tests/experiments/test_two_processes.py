@@ -1,10 +1,8 @@
 """Runs of two processes, a simulated device each, over gloo: their bits, and their end."""
 
 import json
-import re
 import shutil
 import signal
-import time
 
 import pytest
 
@@ -118,14 +116,7 @@ def test_a_run_goes_from_one_to_two_processes_and_back_through_faults_and_signal
     ends = [wait(each) for each in both]
     assert [end.code for end in ends] == [143, 143], ends
     assert ends[0].last.startswith("error: SIGTERM to process 1: step ") and "--resume" in ends[0].last
-    # One that is killed does not leave the other waiting.
-    both = start_together(resume, cache, 2, main=NOT_FINITE)
-    assert stop_when(both[1], further(), 0.0, signal.SIGKILL)
-    started = time.monotonic()
-    _, errors = both[0].communicate(timeout=60)
-    assert both[0].returncode != 0 and wait(both[1]).code == -9 and time.monotonic() - started < 30
-    # JAX names it, in a line after its sentence; on a busy machine others may be late too.
-    assert re.search(r"unhealthy \(stopped sending heartbeats\):\n(\d+\n)*1\n", errors), errors[:2000]
+    # SIGKILL to one of two is in test_reliability_trials.py.
     assert [wait(each).code for each in start_together(resume, cache, 2, main=NOT_FINITE)] == [0, 0]
     whole = tmp_path / "whole"
     assert saved(run) == saved(whole) and losses(run) == losses(whole)
