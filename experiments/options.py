@@ -4,6 +4,7 @@
 import contextlib
 import dataclasses
 import difflib
+import functools
 import math
 import re
 import typing
@@ -62,7 +63,7 @@ def option_name(field: str) -> str:
 
 def flat_fields(options: type, prefix: str = "") -> dict[str, Any]:
     """Returns annotations by dotted name."""
-    hints = typing.get_type_hints(options, include_extras=True)
+    hints = _hints(options)
     found: dict[str, Any] = {}
     for each in dataclasses.fields(options):
         hint = hints[each.name]
@@ -71,6 +72,11 @@ def flat_fields(options: type, prefix: str = "") -> dict[str, Any]:
         else:
             found[prefix + each.name] = hint
     return found
+
+
+@functools.cache
+def _hints(options: type) -> dict[str, Any]:
+    return typing.get_type_hints(options, include_extras=True)
 
 
 def range_of(hint: Any) -> Range | None:

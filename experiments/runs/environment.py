@@ -1,5 +1,6 @@
 """What a run ran on: versions, devices, git revision, command."""
 
+import functools
 import os
 import platform
 import subprocess
@@ -54,6 +55,7 @@ def versions_text() -> str:
     )
 
 
+@functools.cache
 def _version(library: str) -> str | None:
     try:
         return metadata.version(library)
