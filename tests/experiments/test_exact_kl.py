@@ -86,13 +86,7 @@ def sums_of_step(learner, advantage):
     return found.value.args[0]
 
 
-CASES = (
-    ("reverse", ""),
-    ("forward", ""),
-    ("jensen_shannon", ""),
-    ("reverse", "fsdp=2,tensor=2"),
-    ("forward", "sequence=2"),
-)
+CASES = ("reverse", ""), ("forward", ""), ("jensen_shannon", ""), ("reverse", "fsdp=2,sequence=2,tensor=2")
 
 
 @pytest.mark.parametrize(
