@@ -66,6 +66,8 @@ def wanted(params, reference, made, decoder, kind):
 def learner_apart(kind, mesh=""):
     """A learner whose reference is apart from its policy."""
     changes = {"warm_start": {"max_steps": 0}, "evaluation": {"kl": False}, "loss": options(kind)}
+    # For two sequence ranks and two tensor ranks.
+    changes["model"] = {"num_heads": 4, "num_kv_heads": 4}
     setup = assemble(tiny("unused", "unused", mesh=mesh, **changes))
     learner = setup.learner
     learner.keep_reference()
