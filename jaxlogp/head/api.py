@@ -218,7 +218,7 @@ def sharded_linear_log_probs(
     check_targets(targets, mask, hidden.shape[:-1], weight.shape[layout.vocab_dim], out_of_vocab)
     arrays = {"targets": as_int32(targets), "mask": mask}
     arrays |= support_arrays(support, targets, mask, weight.shape[layout.vocab_dim])
-    return run_over_mesh(_of_rank, layout.tokens, layout, (hidden, weight, bias), arrays, vocab, options)
+    return run_over_mesh(_of_rank, layout.tokens, layout, {"": (hidden, weight, bias)}, arrays, vocab, options)
 
 
 def _of_rank(layout: Layout, hidden: Array, weight: Array, **given: Any) -> TokenLogProbs:

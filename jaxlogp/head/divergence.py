@@ -191,19 +191,19 @@ def sharded_linear_kl(
         >>> sharded_linear_kl(hidden, weight, hidden, weight, mesh=mesh).tolist()
         [0.0, 0.0]
     """
-    policy = hidden, weight, bias
-    _check_heads(policy, (ref_hidden, ref_weight, ref_bias), options.get("weight_layout", "vh"))
+    policy, reference = (hidden, weight, bias), (ref_hidden, ref_weight, ref_bias)
+    _check_heads(policy, reference, options.get("weight_layout", "vh"))
     layout = layout_of(*policy, mesh, vocab_axis, token_axes, weight_axis, options)
     size = 1 if weight_axis is None else mesh.shape[weight_axis]
     divides = ref_hidden.shape[-1] % size == 0
     require(divides, "ref_weight", f"a hidden dimension divisible by {size}", describe(ref_weight))
-    arrays = {"mask": mask, "ref_hidden": ref_hidden, "ref_weight": ref_weight, "ref_bias": ref_bias}
-    return run_over_mesh(_of_rank, layout.tokens, layout, policy, arrays, vocab, options)
+    heads = {"": policy, "ref_": reference}
+    return run_over_mesh(_of_rank, layout.tokens, layout, heads, {"mask": mask}, vocab, options)
 
 
-def _of_rank(layout: Layout, hidden: Array, weight: Array, **given: Any) -> Array:
+def _of_rank(layout: Layout, **given: Any) -> Array:
     del layout
-    return linear_kl(hidden, weight, **given)
+    return linear_kl(**given)
 
 
 def _check_heads(policy: tuple, reference: tuple, weight_layout: str) -> None:

@@ -27,8 +27,9 @@ _WARNED: set[str] = set()
 
 # Arrays of a support of all tokens, from which each rank takes its own.
 _OF_SUPPORT = ("support_ids", "support_counts")
-# Those of a second head, which lies as the first one does.
-_OF_REFERENCE = ("ref_weight", "ref_bias")
+
+HeadOperands = tuple[Array, Array, Array | None]
+"""Hidden states, weight, and bias or None."""
 
 
 class Layout(NamedTuple):
@@ -59,9 +60,7 @@ class Layout(NamedTuple):
 
     def specs(self, arrays: dict[str, Array | None]) -> dict[str, PartitionSpec]:
         whole = [name for name, x in arrays.items() if x is None or x.ndim == 0 or name in _OF_SUPPORT]
-        found = {name: PartitionSpec() if name in whole else self.tokens for name in arrays}
-        of_reference = dict(zip(_OF_REFERENCE, (self.weight, PartitionSpec(self.vocab_axis)), strict=True))
-        return found | {name: spec for name, spec in of_reference.items() if name in arrays and name not in whole}
+        return {name: PartitionSpec() if name in whole else self.tokens for name in arrays}
 
 
 def support_arrays(
@@ -172,13 +171,16 @@ def run_over_mesh(
     function: Callable,
     out_specs: Any,
     layout: Layout,
-    operands: tuple[Array, Array, Array | None],
+    heads: dict[str, HeadOperands],
     arrays: dict[str, Array | None],
     vocab: VocabShards | None,
     options: dict[str, Any],
 ) -> Any:
-    """Runs the program of ``function``, which computes on each rank, on the placed operands, and reports its head runs."""
-    hidden, weight, bias = operands
+    """Runs the program of ``function``, which computes on each rank, on the placed operands, and reports its head runs.
+
+    `heads` lie alike; each is by the prefix of its arguments of ``function``, the first by an empty one.
+    """
+    _, weight, _ = heads[""]
     mesh, vocab_size = layout.mesh, weight.shape[layout.vocab_dim]
     engine = options.get("engine", "auto")
     shards = default_shards(engine, vocab_size, mesh.shape[layout.vocab_axis]) if vocab is None else vocab
@@ -187,18 +189,15 @@ def run_over_mesh(
     options = options | {"vocab": shards, "engine": tuple(engine) if isinstance(engine, list) else engine}
     require_hashable(options)
 
-    def of_shards(name: str, x: Array | None) -> Array | None:
-        if x is None or name not in _OF_REFERENCE:
-            return x
-        return shards.shard_rows(x, layout.vocab_dim if name == _OF_REFERENCE[0] else 0)
+    def placed(hidden: Array, weight: Array, bias: Array | None) -> HeadOperands:
+        weight = place(shards.shard_rows(weight, layout.vocab_dim), mesh, layout.weight)
+        bias = None if bias is None else place(shards.shard_rows(bias), mesh, PartitionSpec(layout.vocab_axis))
+        return place(hidden, mesh, layout.hidden), weight, bias
 
-    arrays = {name: of_shards(name, x) for name, x in arrays.items()}
-    weight = place(shards.shard_rows(weight, layout.vocab_dim), mesh, layout.weight)
-    bias = None if bias is None else place(shards.shard_rows(bias), mesh, PartitionSpec(layout.vocab_axis))
-    hidden = place(hidden, mesh, layout.hidden)
+    heads = {prefix: placed(*head) for prefix, head in heads.items()}
     specs = layout.specs(arrays)
     arrays = {name: None if x is None else place(x, mesh, specs[name]) for name, x in arrays.items()}
-    result, runs = _program((hidden, weight, bias), arrays, function, out_specs, layout, tuple(sorted(options.items())))
+    result, runs = _program(heads, arrays, function, out_specs, layout, tuple(sorted(options.items())))
     for run in runs:
         report(run)
     return result
@@ -207,29 +206,26 @@ def run_over_mesh(
 # Outside of jit, a shard_map compiles each of its operations, and in every call again.
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
 def _program(
-    operands: tuple[Array, Array, Array | None],
+    heads: dict[str, HeadOperands],
     arrays: dict[str, Array | None],
     function: Callable,
     out_specs: Any,
     layout: Layout,
     options: tuple[tuple[str, Any], ...],
 ) -> Any:
-    def local(operands: tuple[Array, Array, Array | None], arrays: dict[str, Array | None]) -> Any:
-        hidden, weight, bias = operands
-        if layout.weight_axis is not None:
-            gathered = functools.partial(
-                lax.all_gather, axis_name=layout.weight_axis, axis=1 - layout.vocab_dim, tiled=True
-            )
-            weight = gathered(weight)
-            arrays = {name: gathered(x) if name == _OF_REFERENCE[0] else x for name, x in arrays.items()}
-        given = arrays | dict(options) | {"bias": bias, "axis_name": layout.vocab_axis}
+    def local(heads: dict[str, HeadOperands], arrays: dict[str, Array | None]) -> Any:
+        given = arrays | dict(options) | {"axis_name": layout.vocab_axis}
+        for prefix, (hidden, weight, bias) in heads.items():
+            if layout.weight_axis is not None:
+                weight = lax.all_gather(weight, layout.weight_axis, axis=1 - layout.vocab_dim, tiled=True)
+            given |= {f"{prefix}hidden": hidden, f"{prefix}weight": weight, f"{prefix}bias": bias}
         if _OF_SUPPORT[0] in given:
             support, own = Support(*map(given.pop, _OF_SUPPORT)), given["targets"]
             first = lax.axis_index(layout.token_axes) * own.size if layout.token_axes else 0
             index = first + jnp.arange(own.size, dtype=jnp.int32).reshape(own.shape)
             given["support"] = support.of_tokens(index)
-        return with_head_runs(lambda: function(layout, hidden, weight, **given))
+        return with_head_runs(lambda: function(layout, **given))
 
-    in_specs = (layout.hidden, layout.weight, PartitionSpec(layout.vocab_axis)), layout.specs(arrays)
-    out_specs = out_specs, PartitionSpec()
-    return jax.shard_map(local, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs)(operands, arrays)
+    of_head = layout.hidden, layout.weight, PartitionSpec(layout.vocab_axis)
+    in_specs, out_specs = (dict.fromkeys(heads, of_head), layout.specs(arrays)), (out_specs, PartitionSpec())
+    return jax.shard_map(local, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs)(heads, arrays)

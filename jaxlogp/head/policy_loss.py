@@ -301,7 +301,7 @@ def sharded_linear_policy_loss(
     given, value = (options, num_documents) if static else (arrays, as_int32(num_documents))
     given["num_documents"] = value
     return run_over_mesh(
-        _of_rank, (PartitionSpec(), layout.tokens), layout, (hidden, weight, bias), arrays, vocab, options
+        _of_rank, (PartitionSpec(), layout.tokens), layout, {"": (hidden, weight, bias)}, arrays, vocab, options
     )
 
 

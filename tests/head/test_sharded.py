@@ -210,7 +210,7 @@ def test_a_plain_call_on_concrete_arrays_is_sharded(name, kind):
     given = split(kind)
     with record_head_runs() as runs:
         value = PLAIN[name](*given)
-    assert {run.num_vocab_shards for run in runs} == {2}
+    assert [run.num_vocab_shards for run in runs] == [2] * (2 if name == "divergence" else 1)
     # Two fp32 computations, each within the contract's error of float64.
     assert abs(float(value) - value_alone(name)) < 2 * VALUE_ERROR * given[2].size
 
