@@ -224,8 +224,8 @@ def _validate_unused(config: Config) -> None:
 
 
 def _validate_exact_kl(config: Config) -> None:
-    option, kind = "--loss.kl-estimator", config.loss.kl_estimator
-    if not config.loss.exact_kl:
+    option, kind = "--loss.kl-estimator", config.loss.exact_kl
+    if kind is None:
         return
     expected = "k1, k2 or k3 with --rejection, which takes labels out of the loss, its KL included"
     require(config.rejection == RejectionConfig(), option, expected, kind)

@@ -61,9 +61,13 @@ def option_name(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
+type_hints = functools.cache(typing.get_type_hints)
+"""`typing.get_type_hints`, once for each class in a process."""
+
+
 def flat_fields(options: type, prefix: str = "") -> dict[str, Any]:
     """Returns annotations by dotted name."""
-    hints = _hints(options)
+    hints = type_hints(options, include_extras=True)
     found: dict[str, Any] = {}
     for each in dataclasses.fields(options):
         hint = hints[each.name]
@@ -72,11 +76,6 @@ def flat_fields(options: type, prefix: str = "") -> dict[str, Any]:
         else:
             found[prefix + each.name] = hint
     return found
-
-
-@functools.cache
-def _hints(options: type) -> dict[str, Any]:
-    return typing.get_type_hints(options, include_extras=True)
 
 
 def range_of(hint: Any) -> Range | None:

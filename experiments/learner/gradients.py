@@ -72,10 +72,11 @@ class GspmdGradients(GradientBackend):
         return compiled._cache_size()
 
     def trace(self, params: nnx.State, padding: GlobalMicroBatch) -> None:
-        jax.eval_shape(self._sums, params, self._frozen, self._placed(padding), np.int32(0), self._constants(params))
+        constants = self._with_reference(NO_CONSTANTS, params)
+        jax.eval_shape(self._sums, params, self._frozen, self._placed(padding), np.int32(0), constants)
 
     def lower(self, params: nnx.State, padding: GlobalMicroBatch) -> Callable[[], CompiledSums]:
-        constants = self._constants(params)
+        constants = self._with_reference(NO_CONSTANTS, params)
         compiled = lower_program(self._sums, params, self._frozen, self._placed(padding), np.int32(0), constants)
 
         def sums() -> CompiledSums:
@@ -85,11 +86,11 @@ class GspmdGradients(GradientBackend):
 
         return sums
 
-    def _constants(self, params: nnx.State) -> LossConstants:
-        """Returns those of the shapes of a step."""
+    def _with_reference(self, constants: LossConstants, own: nnx.State | None) -> LossConstants:
+        """Returns constants with the teacher's parameters, or without a teacher the run's `own`, where they are read."""
         if not self._objective.reads_reference_head:
-            return NO_CONSTANTS
-        return NO_CONSTANTS._replace(reference=params if self._teacher is None else self._teacher.params)
+            return constants
+        return constants._replace(reference=own if self._teacher is None else self._teacher.params)
 
     def sums_waiting(self, rounds: int) -> int:
         return min(rounds - 1, 1)
@@ -108,6 +109,7 @@ class GspmdGradients(GradientBackend):
         constants: LossConstants = NO_CONSTANTS,
         observe: Callable[[GlobalMicroBatch, LabelValues], None] | None = None,
     ) -> StepGradient | None:
+        constants = self._with_reference(constants, constants.reference)
         total = None
         for each in rounds:
             operands = (params, self._frozen, self._placed(each), np.int32(version), constants)

@@ -155,8 +155,7 @@ class Learner:
         if self.entropy_coefficient is not None:
             constants = constants._replace(entropy_scale=np.asarray(self.entropy_coefficient, np.float32))
         if self._objective.reads_reference_head:
-            reference = self.reference if self.teacher is None else self.teacher.params
-            constants = constants._replace(reference=reference)
+            constants = constants._replace(reference=self.reference)
         observed: list[tuple[GlobalMicroBatch, LabelValues]] = []
         observe = (lambda *each: observed.append(each)) if report_drift else None
         of_step = (self.version, constants, observe)

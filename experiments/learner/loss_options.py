@@ -197,9 +197,9 @@ class LossConfig:
         return loss
 
     @property
-    def exact_kl(self) -> bool:
-        """Whether the KL is over the whole vocabulary, instead of estimated from the tokens drawn."""
-        return self.kl_estimator in KINDS
+    def exact_kl(self) -> str | None:
+        """The divergence over the whole vocabulary that is the KL; None if that is estimated from the tokens drawn."""
+        return self.kl_estimator if self.kl_estimator in KINDS else None
 
     def has_kl(self, loss: PolicyLoss) -> bool:
         """Returns whether a KL is asked for; a coefficient of 0 may be one of several that are tried."""

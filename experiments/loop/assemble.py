@@ -157,9 +157,9 @@ def _policy_objective(base: Inference) -> PolicyObjective:
     # What a source of one's own draws may be as long as a row.
     longest = base.sizes.completion if base.config.source is None else base.sizes.row
     config, scales = base.config, base.config.loss.entropy_target is not None
-    loss, exact = config.policy_loss(longest), None
-    if config.loss.exact_kl and config.loss.kl_estimator is not None:
-        loss, exact = ExactKL.in_place_of(loss, config.loss.kl_estimator)
+    loss, kind, exact = config.policy_loss(longest), config.loss.exact_kl, None
+    if kind is not None:
+        loss, exact = ExactKL.in_place_of(loss, kind)
     return PolicyObjective(loss, config.loss.metrics, document_axis(base.mesh), scales, exact)
 
 

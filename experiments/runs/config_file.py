@@ -4,7 +4,6 @@ JSON has no NaN and no infinity: they are written as the strings "nan", "inf" an
 into floats.
 """
 
-import functools
 import json
 import math
 import sys
@@ -15,6 +14,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.options import type_hints
 from experiments.runs.files import digest_of_json, write_json
 from jaxlogp.errors import require
 
@@ -164,10 +164,5 @@ def _build_dataclass(value: Any, config_type: Any, place: str) -> Any:
     unknown, missing = sorted(value.keys() - set(names)), [name for name in names if name not in value]
     require(not unknown, place, f"the keys of {config_type.__name__}", f"unknown {', '.join(unknown)}")
     require(not missing, place, f"every key of {config_type.__name__}", f"none named {', '.join(missing)}")
-    hints = _hints(config_type)
+    hints = type_hints(config_type)
     return config_type(**{name: from_json(value[name], hints[name], f"{place}.{name}") for name in names})
-
-
-@functools.cache
-def _hints(config_type: type) -> dict[str, Any]:
-    return typing.get_type_hints(config_type)

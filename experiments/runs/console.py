@@ -44,34 +44,36 @@ class Column(NamedTuple):
 
 REWARD = Column("reward_mean", "reward", ".3f", 7)
 SPEED = Column("tokens_per_second", "tokens/s", ",.0f", 10)
+_ENTROPY = Column("entropy_labelled", "entropy", ".3f", 8)
+_GRADIENT = Column("grad_norm", "|gradient|", ".3g", 10)
+_DRIFT = Column("drift_max", "max|dlogp|", ".2e", 11)
+_DOCUMENTS = Column("num_documents", "docs", ",.0f", 7)
 # Means over documents with a label, as in the curves; "equal" is the share of groups whose rewards are all equal.
 STEP_COLUMNS = (
     REWARD,
     Column("degenerate_groups", "equal", ".0%", 5),
-    Column("entropy_labelled", "entropy", ".3f", 8),
+    _ENTROPY,
     Column("clipped_ratio_fraction_labelled", "clipped", ".2%", 8),
     Column("ratio_new_old_labelled", "ratio", ".4f", 8),
-    Column("drift_max", "max|dlogp|", ".2e", 11),
-    Column("num_documents", "docs", ",.0f", 7),
+    _DRIFT,
+    _DOCUMENTS,
     SPEED,
 )
-
-_GRADIENT = Column("grad_norm", "|gradient|", ".3g", 10)
 # Of a loss that rewards do not enter.
 UNREWARDED_COLUMNS = (
     Column("kl_new_ref_labelled", "KL", ".4f", 8),
     REWARD,
-    Column("entropy_labelled", "entropy", ".3f", 8),
+    _ENTROPY,
     _GRADIENT,
-    Column("drift_max", "max|dlogp|", ".2e", 11),
-    Column("num_documents", "docs", ",.0f", 7),
+    _DRIFT,
+    _DOCUMENTS,
     SPEED,
 )
 SUPERVISED_COLUMNS = (
     Column("loss", "loss", ".4f", 8),
     _GRADIENT,
     Column("learning_rate", "rate", ".2e", 9),
-    Column("num_documents", "docs", ",.0f", 7),
+    _DOCUMENTS,
     SPEED,
 )
 
